@@ -1,0 +1,253 @@
+"""The architecture of a decoder-only language model, as frozen nouns.
+
+A `ModelSpec` says what is there (every matrix, with the name that transformers gives it) and which code runs on it (the
+norm's flavour, the rotary's flavour, where the norms stand). `wazn.model.parameters` lists every weight of a spec;
+`wazn.simulate` runs it. Shapes: H hidden size, V vocabulary rows, I intermediate size, E experts.
+
+Names of linears and norms are relative to their layer (`self_attn.q_proj`) inside a `LayerSpec`, and absolute
+(`model.norm`) in a `ModelSpec`; `ModelSpec.layer_prefix` joins the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = [
+    "Activation",
+    "AttentionSpec",
+    "EmbeddingSpec",
+    "LatentAttentionSpec",
+    "LayerSpec",
+    "Linear",
+    "MlpSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "Norm",
+    "NormKind",
+    "ResidualLayout",
+    "RotaryKind",
+]
+
+
+class NormKind(StrEnum):
+    """The code of a normalisation, named after the first family that has it.
+
+    RMS: llama's; x to fp32, weight times the result cast back. RMS_GEMMA: (1 + weight) in fp32, cast back last.
+    RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last. LAYER: torch's layer_norm. LAYER_FP32: olmo; layer_norm on an
+    fp32 copy. LAYER_COHERE: mean and variance by hand in fp32, without bias. RMS_TORCH: torch's fused rms_norm.
+    """
+
+    RMS = "rms"
+    RMS_GEMMA = "rms-gemma"
+    RMS_CAST_LAST = "rms-cast-last"
+    RMS_TORCH = "rms-torch"
+    LAYER = "layer"
+    LAYER_FP32 = "layer-fp32"
+    LAYER_COHERE = "layer-cohere"
+
+
+class RotaryKind(StrEnum):
+    """The code of the rotary embedding: HALF llama's rotate_half; INTERLEAVED pairs neighbours in the way of the family."""
+
+    NONE = "none"
+    HALF = "half"
+    INTERLEAVED = "interleaved"
+
+
+class ResidualLayout(StrEnum):
+    """Where norms and residual additions stand in a layer.
+
+    PRE: x += attn(norm1 x); x += mlp(norm2 x). PARALLEL: x += attn(norm1 x) + mlp(norm1 x). PARALLEL_TWO_NORMS: the mlp has its own
+    norm of the same x (GPT-NeoX, Falcon-40B). SANDWICH: each branch is normed before and after (Gemma 2 and 3, GLM-4).
+    POST: x += norm1(attn x); x += norm2(mlp x) (OLMo 2). POST_LAYER: x = norm1(x + attn x) (OPT-350M).
+    """
+
+    PRE = "pre"
+    PARALLEL = "parallel"
+    PARALLEL_TWO_NORMS = "parallel-two-norms"
+    SANDWICH = "sandwich"
+    POST = "post"
+    POST_LAYER = "post-layer"
+
+
+class Activation(StrEnum):
+    """The activation function, by the name of its code in transformers."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    GELU_NEW = "gelu_new"  # tanh written out in Python: more saved tensors than GELU_TANH
+    GELU_FAST = "gelu_fast"
+    GELU_BLOOM = "gelu_bloom"  # its own autograd function
+    RELU = "relu"
+    RELU2 = "relu2"
+    QUICK_GELU = "quick_gelu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """A matrix product: weight [out_features, in_features], or transposed where `conv1d` (GPT-2's Conv1D)."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    conv1d: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        """Weight and bias."""
+        return self.out_features * (self.in_features + self.bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """A normalisation over the last axis of `size`; `weight` and `bias` say whether it has them."""
+
+    name: str
+    size: int
+    kind: NormKind
+    weight: bool = True
+    bias: bool = False
+    # rows of a weight that has one row per head (Cohere's and StableLM's query-key norms): weight [heads, size]
+    heads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingSpec:
+    """A table [rows, size] that is looked up."""
+
+    name: str
+    rows: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Softmax attention with `num_heads` queries over `num_kv_heads` keys and values.
+
+    projections: in the order in which the code calls them: (q, k, v), or one fused matrix.
+    fused: how one matrix is cut: None for separate ones; `chunk` (plain slices along the last axis: views), `per-head`
+        (viewed as [heads, 3, head_dim] or by groups, then sliced).
+    """
+
+    projections: tuple[Linear, ...]
+    output: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    fused: str | None = None
+    rotary: RotaryKind = RotaryKind.HALF
+    rotary_dim: int | None = None  # None: the whole head
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    norm_per_head: bool = True  # after the view to heads; else over the whole projection
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False  # one learned logit per head (gpt-oss): parameter `self_attn.sinks` [num_heads]
+    alibi: bool = False
+    dropout: float = 0.0
+    output_dropout: float = 0.0
+    clip_qkv: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek): low-rank queries where q_a is not None, low-rank keys and values.
+
+    kv_a gives [kv_lora_rank + rope_head_dim]; kv_b gives [num_heads x (nope_head_dim + value_head_dim)].
+    """
+
+    q: Linear | None
+    q_a: Linear | None
+    q_a_norm: Norm | None
+    q_b: Linear | None
+    kv_a: Linear
+    kv_a_norm: Norm
+    kv_b: Linear
+    output: Linear
+    num_heads: int
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    rotary: RotaryKind
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpSpec:
+    """A feed-forward block: gated (gate, up, down), gated with one fused gate_up matrix, or plain (up, down)."""
+
+    gate: Linear | None
+    up: Linear  # the fused gate_up matrix where `fused_gate_up`
+    down: Linear
+    activation: Activation
+    fused_gate_up: bool = False
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeSpec:
+    """A mixture of experts.
+
+    flavour: the family whose code computes it: `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v2`, `deepseek_v3`, `gpt_oss`, ...
+    expert: one expert as an MlpSpec with names relative to the expert (`gate_proj`, `up_proj`, `down_proj`).
+    experts_name: `mlp.experts`; fused storage is [E, 2I, H] `gate_up_proj` and [E, H, I] `down_proj` below it (transposed in gpt-oss).
+    """
+
+    flavour: str
+    router: Linear
+    router_is_linear: bool  # an nn.Linear that all-linear and quantization see; else a plain parameter
+    expert: MlpSpec
+    experts_name: str
+    num_experts: int
+    experts_per_token: int
+    expert_bias: bool = False
+    shared: MlpSpec | None = None
+    shared_gate: Linear | None = None
+    router_correction_bias: str | None = None  # name of a learned-free buffer-like parameter [E], where it is a parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One decoder layer; layers with equal specs are alike in every byte."""
+
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MlpSpec | MoeSpec
+    layout: ResidualLayout
+    norms: tuple[Norm, ...]  # in the order in which the forward pass uses them
+    residual_dropout: float = 0.0
+    residual_multiplier: bool = False  # Granite scales each branch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A decoder-only language model with its head.
+
+    layers: one entry per layer, in order; equal layers are the same object.
+    head: the output matrix; its weight is the embedding's where `tied`.
+    """
+
+    id: str
+    family: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    layer_prefix: str  # "model.layers.{}." : index put in, then the relative name
+    head: Linear
+    tied: bool
+    final_norm: Norm | None
+    position_embedding: EmbeddingSpec | None = None
+    embedding_norm: Norm | None = None
+    embedding_projections: tuple[Linear, ...] = ()  # OPT-350M: project_in, project_out
+    embedding_dropout: float = 0.0
+    embedding_scaled: bool = False  # Gemma multiplies by sqrt(H), Granite by a constant
+    logit_softcap: float | None = None
+    logits_scaled: bool = False  # Cohere, Granite
+    max_positions: int | None = None
+    checkpoint_dtype: str | None = None  # torch_dtype of the config
+    rotary_dim: int = 0  # width of the cos and sin tables; 0 without rotary
