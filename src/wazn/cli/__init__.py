@@ -1,0 +1,1 @@
+"""The command line: `main` has the table of commands, one file per command, `base` what they share."""

@@ -1,0 +1,3 @@
+"""The version, alone in a file so that both the build and `wazn --version` read it cheaply."""
+
+__version__ = "0.1.0.dev0"
