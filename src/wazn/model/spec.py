@@ -145,11 +145,15 @@ class AttentionSpec:
     norm_per_head: bool = True  # after the view to heads; else over the whole projection
     window: int | None = None
     softcap: float | None = None
-    sinks: bool = False  # one learned logit per head (gpt-oss): parameter `self_attn.sinks` [num_heads]
+    sinks: bool = (
+        False  # one learned logit per head (gpt-oss): parameter `self_attn.sinks` [num_heads]
+    )
     alibi: bool = False
     dropout: float = 0.0
     output_dropout: float = 0.0
     clip_qkv: float | None = None
+    # the code joins rotated and passed channels with cat, even where all rotate (Phi, GPT-NeoX)
+    rotary_concat: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,15 +203,20 @@ class MoeSpec:
 
     flavour: str
     router: Linear
-    router_is_linear: bool  # an nn.Linear that all-linear and quantization see; else a plain parameter
+    router_is_linear: (
+        bool  # an nn.Linear that all-linear and quantization see; else a plain parameter
+    )
     expert: MlpSpec
     experts_name: str
     num_experts: int
     experts_per_token: int
     expert_bias: bool = False
+    experts_transposed: bool = False  # fused storage is [E, H, 2I] and [E, I, H] (gpt-oss)
     shared: MlpSpec | None = None
     shared_gate: Linear | None = None
-    router_correction_bias: str | None = None  # name of a learned-free buffer-like parameter [E], where it is a parameter
+    router_correction_bias: str | None = (
+        None  # name of a learned-free buffer-like parameter [E], where it is a parameter
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +229,8 @@ class LayerSpec:
     norms: tuple[Norm, ...]  # in the order in which the forward pass uses them
     residual_dropout: float = 0.0
     residual_multiplier: bool = False  # Granite scales each branch
+    # names of modules in the order in which the layer's class creates them; `model.named_parameters()` follows it
+    registration: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,3 +262,9 @@ class ModelSpec:
     max_positions: int | None = None
     checkpoint_dtype: str | None = None  # torch_dtype of the config
     rotary_dim: int = 0  # width of the cos and sin tables; 0 without rotary
+    rotary_tables: int = (
+        1  # pairs of tables per forward pass: 2 where sliding layers have their own
+    )
+    # absolute names of the modules around the layers in the order of creation, "layers" standing for the layers;
+    # empty: embedding, positions, layers, final norm, head
+    registration: tuple[str, ...] = ()
