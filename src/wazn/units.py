@@ -21,6 +21,7 @@ __all__ = [
     "MB",
     "MIB",
     "ceil_div",
+    "format_ratio",
     "format_size",
     "parse_count",
     "parse_decimal",
@@ -148,11 +149,15 @@ def format_size(num_bytes: int, *, unit: str = "GiB", digits: int = 2) -> str:
     >>> format_size(72_434_837_504)
     '67.46 GiB'
     """
-    return f"{_rounded(num_bytes, _SIZE_UNITS[unit.lower()], digits)} {unit}"
+    return f"{format_ratio(num_bytes, _SIZE_UNITS[unit.lower()], digits=digits)} {unit}"
 
 
-def _rounded(numerator: int, denominator: int, digits: int) -> str:
-    """Return the quotient with exactly `digits` decimals; in integers, so that no float rounds."""
+def format_ratio(numerator: int, denominator: int, *, digits: int) -> str:
+    """Return the quotient with exactly `digits` decimals, rounded half to even without a float.
+
+    >>> format_ratio(4_194_304 * 100, 7_000_000_000, digits=2)
+    '0.06'
+    """
     quotient, remainder = divmod(abs(numerator) * 10**digits, denominator)
     if 2 * remainder > denominator or (2 * remainder == denominator and quotient % 2):
         quotient += 1

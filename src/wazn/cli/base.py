@@ -34,6 +34,7 @@ __all__ = [
     "nearest_names",
     "option",
     "require_english",
+    "terminal_width",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -124,6 +125,14 @@ def common_options(function: _F) -> _F:
         group="Output",
         help="Text for people or JSON for programs.",
     )(function)
+
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal that stdout is, or None where it is a pipe or a file."""
+    import shutil
+    import sys
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def require_english(lang: str) -> None:

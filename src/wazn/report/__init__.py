@@ -1,0 +1,1 @@
+"""Words and pictures: the core returns codes and numbers, these rooms speak."""

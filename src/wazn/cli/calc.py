@@ -1,0 +1,211 @@
+"""`wazn calc`: the textbook formulas, one subcommand each."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import click
+
+from wazn import calc
+from wazn.cli.base import (
+    COUNT,
+    DECIMAL,
+    SIZE,
+    Command,
+    NamedGroup,
+    common_options,
+    option,
+    require_english,
+    terminal_width,
+)
+from wazn.report.calc import answer, as_json, as_text
+
+__all__ = ["command"]
+
+Result = calc.Training | calc.Accumulation | calc.Lora | calc.Qlora | calc.KvCache | calc.Inference
+
+
+@click.group("calc", cls=NamedGroup)
+def command() -> None:
+    """The textbook formulas, with the numbers put in.
+
+    These know neither the loss nor the allocator; `wazn estimate` weighs a real run.
+    Sizes are written as `0.5GB` or `512 MiB`, counts as `7B`, `350M` or `4096`.
+    """
+
+
+@command.command("training", cls=Command)
+@option("--params", "num_parameters", type=COUNT, required=True, help="Parameters, such as 7B.")
+@option(
+    "--bytes-per-param",
+    "bytes_per_parameter",
+    type=DECIMAL,
+    help="Bytes per parameter: 16 for Adam in mixed precision.",
+)
+@option(
+    "--optimizer",
+    metavar="NAME",
+    help=f"Instead of the bytes, an optimizer and its split: {', '.join(calc.OPTIMIZER_RULES)}.",
+)
+@option(
+    "--activations", "activation_bytes", type=SIZE, default=0, help="Activations, such as 20GB."
+)
+@common_options
+def training(
+    num_parameters: int,
+    bytes_per_parameter: Fraction | None,
+    optimizer: str | None,
+    activation_bytes: int,
+    output_format: str,
+    lang: str,
+) -> None:
+    """Parameters × bytes per parameter, plus activations.
+
+    Give either --bytes-per-param or --optimizer.
+    """
+    _show(
+        calc.training(
+            num_parameters=num_parameters,
+            bytes_per_parameter=bytes_per_parameter,
+            optimizer=optimizer,
+            activation_bytes=activation_bytes,
+        ),
+        output_format,
+        lang,
+    )
+
+
+@command.command("accumulation", cls=Command)
+@option("--micro-batch", type=COUNT, required=True, help="Samples per forward pass and GPU.")
+@option("--steps", type=COUNT, required=True, help="Micro-batches per optimizer step.")
+@option("--replicas", type=COUNT, default=1, show_default=True, help="Data-parallel replicas.")
+@option(
+    "--activation-per-sample",
+    "activation_per_sample_bytes",
+    type=SIZE,
+    required=True,
+    help="Activations of one sample, such as 0.5GB.",
+)
+@common_options
+def accumulation(
+    micro_batch: int,
+    steps: int,
+    replicas: int,
+    activation_per_sample_bytes: int,
+    output_format: str,
+    lang: str,
+) -> None:
+    """Effective batch, and the activations of one micro-batch."""
+    _show(
+        calc.accumulation(
+            micro_batch=micro_batch,
+            steps=steps,
+            replicas=replicas,
+            activation_per_sample_bytes=activation_per_sample_bytes,
+        ),
+        output_format,
+        lang,
+    )
+
+
+@command.command("lora", cls=Command)
+@option("--rank", type=COUNT, required=True, help="Rank of the adapters.")
+@option("--layers", type=COUNT, required=True, help="Layers of the model.")
+@option("--hidden", type=COUNT, required=True, help="Hidden size.")
+@option(
+    "--modules",
+    default="q,v",
+    show_default=True,
+    help="Adapted matrices, of q, k, v, o, gate, up, down.",
+)
+@option("--kv-hidden", type=COUNT, help="Output width of k and v, where it is not the hidden size.")
+@option("--intermediate", type=COUNT, help="Width of the MLP, for gate, up and down.")
+@option("--params", "num_parameters", type=COUNT, help="Parameters of the model, for the share.")
+@common_options
+def lora(
+    rank: int,
+    layers: int,
+    hidden: int,
+    modules: str,
+    kv_hidden: int | None,
+    intermediate: int | None,
+    num_parameters: int | None,
+    output_format: str,
+    lang: str,
+) -> None:
+    """Trainable parameters: rank × (in + out) for each adapted matrix."""
+    _show(
+        calc.lora(
+            rank=rank,
+            layers=layers,
+            hidden=hidden,
+            modules=tuple(modules.split(",")),
+            kv_hidden=kv_hidden,
+            intermediate=intermediate,
+            num_parameters=num_parameters,
+        ),
+        output_format,
+        lang,
+    )
+
+
+@command.command("qlora", cls=Command)
+@option("--params", "num_parameters", type=COUNT, required=True, help="Parameters, such as 7B.")
+@option("--block", type=COUNT, default=64, show_default=True, help="Weights per constant.")
+@option(
+    "--double-block", type=COUNT, default=256, show_default=True, help="Constants per constant."
+)
+@common_options
+def qlora(
+    num_parameters: int, block: int, double_block: int, output_format: str, lang: str
+) -> None:
+    """4-bit weights and the constants of their blocks."""
+    _show(
+        calc.qlora(num_parameters=num_parameters, block=block, double_block=double_block),
+        output_format,
+        lang,
+    )
+
+
+@command.command("kv-cache", cls=Command)
+@option("--layers", type=COUNT, required=True, help="Layers of the model.")
+@option("--kv-heads", type=COUNT, required=True, help="Key-value heads per layer.")
+@option("--head-dim", type=COUNT, required=True, help="Size of one head.")
+@option("--tokens", type=COUNT, required=True, help="Tokens per sequence, prompt and answer.")
+@option("--sequences", type=COUNT, default=1, show_default=True, help="Sequences at a time.")
+@option("--bits", type=DECIMAL, default=16, show_default=True, help="Bits per element.")
+@common_options
+def kv_cache(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    sequences: int,
+    bits: int | Fraction,
+    output_format: str,
+    lang: str,
+) -> None:
+    """Keys and values of every layer, head and token."""
+    _show(
+        calc.kv_cache(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            tokens=tokens,
+            sequences=sequences,
+            bits=bits,
+        ),
+        output_format,
+        lang,
+    )
+
+
+def _show(result: Result, output_format: str, lang: str) -> None:
+    require_english(lang)
+    spoken = answer(result)
+    if output_format == "json":
+        import json
+
+        click.echo(json.dumps(as_json(spoken), indent=2, ensure_ascii=False))
+    else:
+        click.echo(as_text(spoken, width=terminal_width()))
