@@ -1,0 +1,156 @@
+"""Memory that CUDA kernels take for the time of one operation.
+
+The rehearsal sees what an operation returns. Some kernels also allocate buffers that die before they return; these are
+listed here by operation, each with the line of PyTorch that allocates it. `before` is allocated ahead of the results,
+`after` behind them; all of it is freed when the operation returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wazn.units import ceil_div, round_up
+
+__all__ = ["NO_WORKSPACE", "Workspace", "workspace_of"]
+
+_FP32_BYTES = 4
+_INT64_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workspace:
+    """Buffers of one operation: (what it is, requested bytes), in the order in which they are allocated."""
+
+    before: tuple[tuple[str, int], ...] = ()
+    after: tuple[tuple[str, int], ...] = ()
+
+
+NO_WORKSPACE = Workspace()
+
+
+def workspace_of(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: tuple[int, int]
+) -> Workspace:
+    """Return what the CUDA kernels of one operation allocate beside its results."""
+    rule = _RULES.get(operator)
+    if rule is None:
+        return NO_WORKSPACE
+    named = {
+        argument.name: value
+        for argument, value in zip(operator._schema.arguments, args, strict=False)
+    }
+    return rule({**named, **kwargs}, capability)
+
+
+def _copy_unless_contiguous(name: str, tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
+    if tensor.is_contiguous():
+        return ()
+    return ((name, tensor.numel() * tensor.element_size()),)
+
+
+def flash_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, out: torch.Tensor
+) -> Workspace:
+    """Return the buffers of FlashAttention-2's dense backward; every tensor is [B, S, H, D].
+
+    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (the same code as in the
+    package flash-attn) and `_flash_attention_backward` in ../attention_backward.cu, which makes grad_out and out contiguous.
+    """
+    batch, queries, heads, head_dim = query.shape
+    keys, key_heads = key.shape[1], key.shape[2]
+    rounded_queries = round_up(queries, 128)
+    rounded_dim = round_up(head_dim, 32 if head_dim <= 128 else 64)
+    after = [
+        ("softmax_d", batch * heads * rounded_queries * _FP32_BYTES),
+        ("dq_accum", batch * rounded_queries * heads * rounded_dim * _FP32_BYTES),
+    ]
+    if key_heads != heads:
+        expanded_bytes = batch * keys * heads * head_dim * query.element_size()
+        after += [("dk_expanded", expanded_bytes), ("dv_expanded", expanded_bytes)]
+    return Workspace(
+        before=_copy_unless_contiguous("grad_out", grad_out) + _copy_unless_contiguous("out", out),
+        after=tuple(after),
+    )
+
+
+def _sdpa_flash_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    names = ("grad_out", "query", "key", "out")
+    return flash_backward(*(named[name].transpose(1, 2) for name in names))
+
+
+def _efficient_forward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """An fp32 copy of the output where it does not stay in registers.
+
+    Source: `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: half types, value size over 128.
+    """
+    value: torch.Tensor = named["value"]
+    batch, heads, _, value_dim = value.shape
+    if value.element_size() == _FP32_BYTES or value_dim <= 128:
+        return NO_WORKSPACE
+    queries = named["query"].shape[2]
+    return Workspace(after=(("output_accum", batch * queries * heads * value_dim * _FP32_BYTES),))
+
+
+def _efficient_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """Source: `_efficient_attention_backward` in attention_backward.cu and mem_eff_attention/kernel_backward.h."""
+    grad_out, query, key, value = (named[name] for name in ("grad_out_", "query", "key", "value"))
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = key.shape[2], value.shape[3]
+    rows = batch * heads * queries
+    is_half = query.element_size() == 2
+    before = _copy_unless_contiguous("grad_out", grad_out.transpose(1, 2))
+    after = [("delta", rows * _FP32_BYTES)]
+    if not is_half:  # (grad_out * out).sum(-1), transposed to contiguous
+        after = [
+            ("grad_out * out", rows * value_dim * _FP32_BYTES),
+            ("delta, rows first", rows * _FP32_BYTES),
+            *after,
+        ]
+    block_rows, block_columns, keeps_in_registers = _efficient_tile(
+        is_half, max(head_dim, value_dim), capability
+    )
+    needs_accumulators = is_half and not keeps_in_registers
+    splits = ceil_div(keys, block_columns)
+    if batch * heads >= 256 and keys <= 2 * block_columns:
+        splits = 1
+    if needs_accumulators:
+        splits = max(1, min(splits, 200 // (batch * heads)))
+    tiles = ceil_div(queries, block_rows) * ceil_div(head_dim, block_columns)
+    elements = tiles * (4 + block_rows * block_columns)  # a lock, a counter and padding to 128 bits
+    if needs_accumulators:
+        for columns in (head_dim, value_dim):
+            elements += splits * block_columns * round_up(columns, block_rows)
+    workspace_bytes = batch * heads * round_up(elements, 4) * _FP32_BYTES
+    return Workspace(before=before, after=(*after, ("workspace", workspace_bytes)))
+
+
+def _efficient_tile(
+    is_half: bool, head_dim: int, capability: tuple[int, int]
+) -> tuple[int, int, bool]:
+    """Return the kernel's block of rows and of columns, and whether dk and dv stay in registers.
+
+    Source: `dispatch_cutlassB_*` in mem_eff_attention/kernels/cutlassB.h; the first kernel that fits is taken. 128x128 needs
+    more shared memory than the 99 KiB of compute capability 8.6, 8.9 and 12.x.
+    """
+    has_much_shared_memory = capability[0] in (8, 9, 10, 11) and capability not in ((8, 6), (8, 9))
+    if head_dim <= 64:
+        return 64, 64, is_half
+    if is_half and head_dim <= 96 and capability in ((8, 6), (8, 9)):
+        return 128, 64, True
+    if head_dim <= 128:
+        if is_half and has_much_shared_memory:
+            return 128, 128, True
+        return (64, 64, False) if is_half else (128, 64, False)
+    return 128, 64, False
+
+
+_ATEN = torch.ops.aten
+_RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
+    _ATEN._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
+    _ATEN._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}

@@ -1,0 +1,187 @@
+"""Which storages are alive, in order: the raw record of a rehearsal.
+
+A `StorageTracker` is a dispatch mode that sits above the fake tensors. After every operation it looks at the storages of
+the results: one that it has not seen is an allocation, and a finalizer on the storage object records the free when the last
+tensor that uses it dies. Views share their storage and in-place operations return a known one, so neither allocates.
+
+It sees what an operation returns, not what a CUDA kernel allocates for itself meanwhile; those workspaces are put in by
+`wazn.trace.kernels`, through `StorageTracker.take`.
+
+Sizes are the requested bytes of the storage; `rounded_bytes` is what PyTorch counts as allocated for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from wazn.units import round_up
+
+__all__ = ["ROUNDING_BYTES", "StorageEvent", "StorageTracker", "rounded_bytes", "tensors_in"]
+
+ROUNDING_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+
+
+class StorageEvent(NamedTuple):
+    """One allocation (`num_bytes` > 0) or one free (`num_bytes` < 0, the same size) of a storage."""
+
+    block_id: int
+    num_bytes: int
+    op: str  # the operation that allocated it, such as `aten.mm.default`
+    shape: tuple[int, ...]  # of the tensor that first showed the storage
+    dtype: str  # such as `bfloat16`
+    phase: str
+    step: int
+    module: str  # where in the model, when somebody says so
+
+
+class _Block(NamedTuple):
+    block_id: int
+    num_bytes: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def rounded_bytes(num_bytes: int) -> int:
+    """Return what PyTorch counts as allocated for a request: the next multiple of 512 bytes.
+
+    >>> rounded_bytes(1), rounded_bytes(1024)
+    (512, 1024)
+    """
+    return round_up(num_bytes, ROUNDING_BYTES)
+
+
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors in an operation's arguments or results (nested lists and tuples)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records every storage that operations allocate while it is active.
+
+    `events` is the record; `current_bytes` and `peak_bytes` are sums over live storages, each rounded to 512 bytes.
+    `phase`, `step` and `module` are marks that the driver sets; they go into each event.
+    `run_operation`, if given, replaces the plain call of an operation (see `wazn.trace.world`).
+    """
+
+    def __init__(self, run_operation: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.events: list[StorageEvent] = []
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.phase = ""
+        self.step = 0
+        self.module = ""
+        self._run_operation = run_operation
+        self._alive: dict[int, _Block] = {}
+        self._ids: dict[int, int] = {}  # address of a live storage -> its block
+        self._host: set[int] = set()  # addresses of live storages in host memory
+        self._next_id = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation and record what it allocated."""
+        kwargs = kwargs or {}
+        if self._run_operation is not None:
+            result = self._run_operation(self, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if func is not torch.ops.prim.device.default:
+            self.observe(result, op=str(func))
+        return result
+
+    def observe(self, value: Any, *, op: str) -> None:
+        """Record the storages in `value` that are new, or that changed their size."""
+        for tensor in tensors_in(value):
+            if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+                continue
+            self._observe_storage(tensor.untyped_storage(), tensor, op)
+
+    def maker(self, tensor: torch.Tensor) -> str:
+        """Return the operation that allocated the tensor's storage, or an empty text if it is not recorded."""
+        block_id = self._ids.get(tensor.untyped_storage()._cdata)
+        return "" if block_id is None else self._alive[block_id].op
+
+    def alive(self) -> list[StorageEvent]:
+        """Return the live blocks in order of allocation, each as an allocation without marks."""
+        return [StorageEvent(*block, "", 0, "") for block in self._alive.values()]
+
+    def keep_on_host(self, value: Any) -> None:
+        """Say that the storages in `value` live in host memory: from now on they are not counted."""
+        for tensor in tensors_in(value):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._host:
+                continue
+            if storage._cdata in self._ids:
+                self._free(self._ids.pop(storage._cdata))
+            else:
+                weakref.finalize(storage, self._forget, storage._cdata)
+            self._host.add(storage._cdata)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Say whether the tensor was declared to live in host memory."""
+        return tensor.untyped_storage()._cdata in self._host
+
+    def take(self, num_bytes: int, *, op: str) -> int:
+        """Record an allocation that no tensor shows, and return its identity; `give_back` ends it."""
+        return self._allocate(num_bytes, op, shape=(num_bytes,), dtype="uint8")
+
+    def give_back(self, block_id: int) -> None:
+        """End what `take` began."""
+        self._free(block_id)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far: it becomes what is alive now."""
+        self.peak_bytes = self.current_bytes
+
+    def _observe_storage(self, storage: Any, tensor: torch.Tensor, op: str) -> None:
+        address = storage._cdata
+        if address in self._host:
+            return
+        num_bytes = storage.nbytes()
+        known = self._ids.get(address)
+        if known is not None:
+            if self._alive[known].num_bytes == num_bytes:
+                return
+            self._free(known)  # resized: PyTorch allocates anew
+        else:
+            weakref.finalize(storage, self._forget, address)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._ids[address] = self._allocate(num_bytes, op, shape=tuple(tensor.shape), dtype=dtype)
+
+    def _forget(self, address: int) -> None:
+        self._host.discard(address)
+        block_id = self._ids.pop(address, None)
+        if block_id is not None:
+            self._free(block_id)
+
+    def _allocate(self, num_bytes: int, op: str, *, shape: tuple[int, ...], dtype: str) -> int:
+        block = _Block(self._next_id, num_bytes, op, shape, dtype)
+        self._next_id += 1
+        self._alive[block.block_id] = block
+        self.current_bytes += rounded_bytes(num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if num_bytes:
+            self.events.append(StorageEvent(*block, self.phase, self.step, self.module))
+        return block.block_id
+
+    def _free(self, block_id: int) -> None:
+        block = self._alive.pop(block_id)
+        self.current_bytes -= rounded_bytes(block.num_bytes)
+        if block.num_bytes:
+            freed = block._replace(num_bytes=-block.num_bytes)
+            self.events.append(StorageEvent(*freed, self.phase, self.step, self.module))
