@@ -1,0 +1,213 @@
+"""From a model's name, as people write it, to its configuration: the catalogue, a folder, a file, the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from wazn.errors import InputError, UnknownFact
+from wazn.facts.names import fold_model_name, loose_model_name, nearest_names
+from wazn.facts.notes import Note
+from wazn.facts.store import model_index, model_path
+
+if TYPE_CHECKING:
+    from wazn.model.spec import ModelSpec
+
+__all__ = [
+    "LARGEST_CONFIG_BYTES",
+    "CatalogueModel",
+    "ModelSource",
+    "list_models",
+    "load_model",
+    "resolve_model",
+    "spec_of",
+]
+
+LARGEST_CONFIG_BYTES = 2_000_000  # the largest config.json of the catalogue's models has 10 kB
+_LONGEST_NAME = 4096
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model's `config.json` and where it came from.
+
+    id: the catalogue's id, the folder or file as asked, or the Hub's id.
+    path: the file, for error messages; on the Hub `<id>/config.json`.
+    published_parameters: the published total of the checkpoint where one is known. It may count what transformers does not build
+        (`_published_excluded` in the catalogue's file says what).
+    """
+
+    id: str
+    mapping: Mapping[str, Any]
+    origin: Literal["catalogue", "file", "hub"]
+    path: str
+    published_parameters: int | None = None
+    notes: tuple[Note, ...] = ()
+
+
+class CatalogueModel(NamedTuple):
+    """One line of the catalogue. parameters: counted on the class of transformers; status: how that agrees with the published total."""
+
+    id: str
+    family: str
+    parameters: int
+    published_parameters: int | None
+    status: str
+
+
+def list_models() -> tuple[CatalogueModel, ...]:
+    """Return the whole catalogue, by id."""
+    return tuple(
+        CatalogueModel(model_id, *row) for model_id, row in model_index()["models"].items()
+    )
+
+
+def load_model(text: str) -> ModelSpec:
+    """Return the architecture of the model that a person names. Raises: as `resolve_model`, and what its config.json deserves."""
+    return spec_of(resolve_model(text))
+
+
+def spec_of(source: ModelSource) -> ModelSpec:
+    """Return the architecture that a configuration describes. Raises: InputError, Unsupported."""
+    from wazn.model.config import read_config
+
+    return read_config(source.mapping, id=source.id, path=source.path)
+
+
+def resolve_model(text: str) -> ModelSource:
+    """Return the configuration of the model that a person names.
+
+    Tried in this order: a folder with a config.json or such a file; a Hugging Face id or a short name in the catalogue (or of a
+    checkpoint with the architecture of one in it); a Hugging Face id on the Hub. Only the last one touches the network, and never
+    for a name without a slash.
+
+    Raises: UnknownFact with the nearest names; InputError for an ambiguous name, a bad file, or what the Hub answers.
+    """
+    asked = text.strip()
+    if not asked or len(asked) > _LONGEST_NAME or "\0" in asked:
+        raise InputError(
+            f"expected a model such as `llama-3.1-8b`, found `{asked[:40]!r}`"
+            if asked
+            else "expected a model such as `llama-3.1-8b`, found nothing"
+        )
+    local = _local_config(asked)
+    if local is not None:
+        return _from_file(asked, local)
+    model_id = _catalogue_id(asked)
+    if model_id is not None:
+        return _from_catalogue(asked, model_id)
+    if _HUB_ID.fullmatch(asked) is not None and not asked.lower().endswith(".json"):
+        from wazn.facts.hub import fetch_config
+
+        return fetch_config(asked)
+    if "/" in asked or os.sep in asked or asked.lower().endswith(".json") or os.path.isdir(asked):
+        raise _no_config_at(asked)
+    known = list(model_index()["names"]) + list(model_index()["ids"])
+    nearest = _nearest_ids(asked, known)
+    hint = (
+        None
+        if nearest
+        else "a Hugging Face id, a folder with config.json, or a name that `wazn models` lists works"
+    )
+    raise UnknownFact(f"unknown model `{asked[:100]}`", nearest=nearest, hint=hint)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def _local_config(asked: str) -> str | None:
+    expanded = os.path.expanduser(asked)
+    inside = os.path.join(expanded, "config.json")
+    if os.path.isfile(inside):
+        return inside
+    return expanded if os.path.isfile(expanded) else None
+
+
+def _no_config_at(asked: str) -> InputError:
+    folder = os.path.expanduser(asked)
+    if os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        return InputError(
+            f"{asked} holds an adapter, not a model",
+            hint="name its base model (`base_model_name_or_path` in adapter_config.json)",
+        )
+    if os.path.isdir(folder):
+        return InputError(
+            f"no config.json in {asked}", hint="name a folder that holds the model's config.json"
+        )
+    return InputError(
+        f"no such file or folder: {asked}",
+        hint="a catalogue name (`wazn models`), a Hugging Face id, a folder or a config.json works",
+    )
+
+
+def _from_file(asked: str, path: str) -> ModelSource:
+    from wazn.model.config import parse_config
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) > LARGEST_CONFIG_BYTES:
+        raise InputError(
+            f"{path} is larger than {LARGEST_CONFIG_BYTES:,} bytes",
+            hint="a model's config.json has a few kilobytes; is this another file?",
+        )
+    mapping = parse_config(data, path=path)
+    return ModelSource(id=asked, mapping=mapping, origin="file", path=path)
+
+
+# --- the catalogue ------------------------------------------------------------------------------------------------------
+
+
+def _catalogue_id(asked: str) -> str | None:
+    """The entry that a name means, or None. Raises: InputError if it means several."""
+    index = model_index()
+    exact: str | None = index["ids"].get(asked.lower())
+    if exact is not None or "/" in asked:
+        return exact
+    folded = fold_model_name(asked)
+    found: list[str] = index["names"].get(folded, [])
+    if not found:
+        loose = loose_model_name(folded)
+        alike = [ids for name, ids in index["names"].items() if loose_model_name(name) == loose]
+        found = sorted({model_id for ids in alike for model_id in ids})
+    if len(found) > 1:
+        listed = ", ".join(f"`{model_id}`" for model_id in found)
+        raise InputError(f"`{asked}` can mean several models", hint=f"choose one of {listed}")
+    return found[0] if found else None
+
+
+def _from_catalogue(asked: str, model_id: str) -> ModelSource:
+    from wazn.model.config import parse_config
+
+    path = model_path(model_id)
+    with open(path, "rb") as file:
+        config = parse_config(file.read(), path=path)
+    # keys that begin with an underscore are about the file, not of it
+    mapping = {key: value for key, value in config.items() if not key.startswith("_")}
+    notes: tuple[Note, ...] = ()
+    if "/" in asked and asked.lower() != model_id.lower():
+        params = {"asked": asked, "model": model_id}
+        notes = (Note(code="model-same-architecture", params=params),)
+    return ModelSource(
+        id=model_id,
+        mapping=mapping,
+        origin="catalogue",
+        path=path,
+        published_parameters=config["_published_params"],
+        notes=notes,
+    )
+
+
+def _nearest_ids(asked: str, known: list[str]) -> tuple[str, ...]:
+    index = model_index()
+    ids: dict[str, None] = {}
+    for name in nearest_names(fold_model_name(asked), known, at_most=8):
+        meant = index["names"].get(name) or [index["ids"][name]]
+        ids |= dict.fromkeys(meant)
+    return tuple(ids)[:5]
