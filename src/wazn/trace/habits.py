@@ -2,16 +2,21 @@
 
 `Habits` is a function mode: it sees the calls that model code makes and sends those listed at the end of this file down
 CUDA's path. Everything it calls is a real PyTorch operator with its real backward.
+
+It also keeps host and device apart. Both are the cpu device here; what a factory makes without naming a device is in host
+memory, as in a real run, and so is what is computed from such tensors alone. They are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import _device_constructors
 
 from wazn.trace.attention import sdpa_on_cuda
 from wazn.trace.tracker import StorageTracker
@@ -27,6 +32,26 @@ class Habits(TorchFunctionMode):
         self.tracker = tracker
         self.capability = capability
 
+    @contextmanager
+    def through_backward(self) -> Iterator[None]:
+        """Keep the mode on inside backward while the context lasts.
+
+        A mode is off while the call that it was handed runs, and backward runs model code again where it was checkpointed.
+        """
+        original = torch.autograd._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if self in _get_current_function_mode_stack():
+                return original(*args, **kwargs)
+            with self:
+                return original(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_backward
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = original
+
     def __torch_function__(
         self,
         func: Any,
@@ -37,7 +62,12 @@ class Habits(TorchFunctionMode):
         """Call `func`, or what CUDA does instead."""
         kwargs = kwargs or {}
         instead = _INSTEAD.get(func)
-        return func(*args, **kwargs) if instead is None else instead(self, func, *args, **kwargs)
+        if instead is not None:
+            return instead(self, func, *args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _FACTORIES and kwargs.get("device") is None:
+            self.tracker.keep_on_host(result)
+        return result
 
 
 def _sdpa(
@@ -90,8 +120,27 @@ def _torch_dropout(
     return func(input, p, train)
 
 
+def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A tensor in host memory that is sent to a device is copied; here both have one device type."""
+    names_a_device = "device" in kwargs or any(
+        isinstance(item, str | torch.device) for item in args
+    )
+    if not (names_a_device and habits.tracker.is_on_host(tensor)):
+        return func(tensor, *args, **kwargs)
+    habits.tracker.arriving = True
+    try:
+        moved = func(tensor, *args, **kwargs)
+        return torch.clone(moved) if moved is tensor else moved
+    finally:
+        habits.tracker.arriving = False
+
+
+# Factories leave their result in host memory unless a device is named.
+_FACTORIES = {*_device_constructors(), torch.get_rng_state, torch.tensor}
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _sdpa,
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
+    torch.Tensor.to: _to,
 }

@@ -60,8 +60,8 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """Yield the tensors in an operation's arguments or results (nested lists and tuples)."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 
@@ -81,6 +81,7 @@ class StorageTracker(TorchDispatchMode):
         self.phase = ""
         self.step = 0
         self.module = ""
+        self.arriving = False  # while a tensor is copied from the host to the device
         self._run_operation = run_operation
         self._alive: dict[int, _Block] = {}
         self._ids: dict[int, int] = {}  # address of a live storage -> its block
@@ -101,8 +102,17 @@ class StorageTracker(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         if func is not torch.ops.prim.device.default:
-            self.observe(result, op=str(func))
+            if self._host and self._is_host_arithmetic(args):
+                self.keep_on_host(result)
+            else:
+                self.observe(result, op=str(func))
         return result
+
+    def _is_host_arithmetic(self, args: tuple[Any, ...]) -> bool:
+        if self.arriving:
+            return False
+        tensors = list(tensors_in(args))
+        return bool(tensors) and all(self.is_on_host(tensor) for tensor in tensors)
 
     def observe(self, value: Any, *, op: str) -> None:
         """Record the storages in `value` that are new, or that changed their size."""
@@ -115,6 +125,10 @@ class StorageTracker(TorchDispatchMode):
         """Return the operation that allocated the tensor's storage, or an empty text if it is not recorded."""
         block_id = self._ids.get(tensor.untyped_storage()._cdata)
         return "" if block_id is None else self._alive[block_id].op
+
+    def block_id(self, tensor: torch.Tensor) -> int | None:
+        """Return the identity of the tensor's storage, or None if it is not recorded."""
+        return self._ids.get(tensor.untyped_storage()._cdata)
 
     def alive(self) -> list[StorageEvent]:
         """Return the live blocks in order of allocation, each as an allocation without marks."""

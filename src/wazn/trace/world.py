@@ -53,7 +53,9 @@ class World:
         self._stack.enter_context(self.fake_mode)
         self._stack.enter_context(self.tracker)
         self._stack.enter_context(cuda_autocast())
-        self._stack.enter_context(Habits(self.tracker, capability=self.capability))
+        habits = Habits(self.tracker, capability=self.capability)
+        self._stack.enter_context(habits.through_backward())
+        self._stack.enter_context(habits)
         return self
 
     def __exit__(
@@ -65,8 +67,25 @@ class World:
         self._stack.close()
 
     def materialise(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Give a module that was built on `meta` fake storages, parameters that share one keep sharing it."""
-        return module.to_empty(device="cpu")
+        """Give a module that was built on `meta` fake storages, in place; what shared one goes on sharing it.
+
+        Parameters are put into their modules anew: `Module.to` would swap them in place, which fake tensors refuse.
+        """
+        made: dict[int, Any] = {}
+        for owner in module.modules():
+            for table in (owner._parameters, owner._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.is_meta:
+                        table[name] = made.setdefault(id(tensor), None) or _fake_like(tensor)
+                        made[id(tensor)] = table[name]
+        return module
+
+
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
 
 
 class _Engine:

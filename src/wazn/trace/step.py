@@ -1,0 +1,304 @@
+"""Rehearse whole training steps of a real model class from `transformers`, with the real `peft` and optimizers.
+
+    python -m wazn.trace.step CONFIG.json --method lora --micro-batch 4 --seq-len 4096 --layers 2
+    python -m wazn.trace.step CONFIG.json --events
+
+The model is built on `meta` and then given fake storages; two optimizer steps of a plain loop follow, written like the
+one in `transformers.Trainer`: the result of `model(...)` is let go of before backward, gradients are clipped, and set to
+None after the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wazn.errors import InputError, Unsupported
+from wazn.timeline.events import Category, Phase
+from wazn.trace.tracker import StorageEvent, StorageTracker, rounded_bytes, tensors_in
+from wazn.trace.world import World
+
+__all__ = ["Recipe", "Rehearsal", "build_model", "rehearse"]
+
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What to rehearse; names and meanings are those of the command line."""
+
+    method: str = "full"  # full | lora | qlora
+    rank: int = 16
+    targets: str | tuple[str, ...] = "all-linear"
+    lora_dropout: float = 0.0
+    dora: bool = False
+    double_quant: bool = True
+    prepare_kbit: bool = True  # peft.prepare_model_for_kbit_training, which raises norms, embeddings and head to fp32
+    weight_dtype: str = "bfloat16"
+    autocast_dtype: str | None = None
+    adapter_dtype: str | None = None  # None: what peft makes, fp32 on a half-precision base
+    raise_outputs: bool = True  # accelerate's convert_outputs_to_fp32, under autocast only
+    optimizer: str = "adamw"
+    micro_batch: int = 1
+    seq_len: int = 2048
+    grad_accum: int = 1
+    checkpointing: str = "none"  # none | full | full-reentrant
+    attention: str = "sdpa"
+    attention_mask: bool = True  # what data collators add: a mask of ones
+    max_grad_norm: float | None = 1.0
+    set_to_none: bool = True
+    keep_outputs: bool = False
+    num_steps: int = 2
+    num_layers: int | None = None
+    capability: tuple[int, int] = (8, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What happened: every allocation and free in order, and what the long-lived blocks are.
+
+    Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
+    """
+
+    events: tuple[StorageEvent, ...]
+    categories: dict[int, Category] = field(default_factory=dict)
+
+    def peaks(self) -> dict[tuple[int, str], int]:
+        """Return the peak by (step, phase), in order of appearance."""
+        result: dict[tuple[int, str], int] = {}
+        current_bytes = 0
+        for event in self.events:
+            key = (event.step, event.phase)
+            result.setdefault(key, current_bytes)
+            current_bytes += _signed_rounded(event.num_bytes)
+            result[key] = max(result[key], current_bytes)
+        return result
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest sum of live blocks."""
+        return max(self.peaks().values(), default=0)
+
+    def breakdown_at_peak(self) -> dict[str, int]:
+        """Return what was alive at the peak by category, largest first; the rest is `activations and temporary`."""
+        peak_bytes, current_bytes = self.peak_bytes, 0
+        alive: dict[int, int] = {}
+        for event in self.events:
+            current_bytes += _signed_rounded(event.num_bytes)
+            if event.num_bytes < 0:
+                del alive[event.block_id]
+                continue
+            alive[event.block_id] = rounded_bytes(event.num_bytes)
+            if current_bytes == peak_bytes:
+                break
+        sums: dict[str, int] = {}
+        for block_id, num_bytes in alive.items():
+            name = str(self.categories.get(block_id, "activations and temporary"))
+            sums[name] = sums.get(name, 0) + num_bytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _signed_rounded(num_bytes: int) -> int:
+    return rounded_bytes(num_bytes) if num_bytes > 0 else -rounded_bytes(-num_bytes)
+
+
+def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
+    """Run `recipe.num_steps` optimizer steps of the model that `config` (a config.json) describes."""
+    model = build_model(config, recipe)
+    with World(capability=recipe.capability) as world:
+        tracker = world.tracker
+        tracker.phase = Phase.LOAD
+        world.materialise(model)
+        categories = dict(_model_blocks(tracker, model))
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = _optimizer(recipe.optimizer, trainable)
+        loop = _Loop(tracker, model, optimizer, recipe, categories)
+        for step in range(1, recipe.num_steps + 1):
+            tracker.step = step
+            loop.optimizer_step()
+        return Rehearsal(events=tuple(tracker.events), categories=categories)
+
+
+def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
+    """Build the model on `meta`, add adapters and switch training and checkpointing on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wanted = {name: value for name, value in config.items() if not name.startswith("_")}
+    model_type = wanted.pop("model_type")
+    wanted.pop("auto_map", None)
+    if recipe.num_layers is not None:
+        wanted = _with_layers(wanted, recipe.num_layers)
+    hf_config = AutoConfig.for_model(model_type, **wanted)
+    hf_config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=getattr(torch, recipe.weight_dtype),
+            attn_implementation=_ATTENTION[recipe.attention],
+        )
+        if recipe.method == "qlora":
+            from wazn.trace.quantized import prepare_kbit, quantise_linears
+
+            quantise_linears(model, double_quant=recipe.double_quant)
+            if recipe.prepare_kbit:
+                prepare_kbit(model)
+        if recipe.method in ("lora", "qlora"):
+            model = _with_adapters(model, recipe)
+    model.train()
+    if recipe.checkpointing != "none":
+        reentrant = recipe.checkpointing == "full-reentrant"
+        switch_on = getattr(model, "activation_checkpointing_enable", None)
+        (switch_on or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+        if recipe.method != "full":
+            model.enable_input_require_grads()
+    return model
+
+
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+
+
+def _with_layers(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    name = next((n for n in ("num_hidden_layers", "n_layer", "n_layers") if n in config), None)
+    if name is None:
+        raise Unsupported("cannot cut this configuration to fewer layers")
+    cut = {**config, name: num_layers}
+    if isinstance(cut.get("layer_types"), list):
+        cut["layer_types"] = cut["layer_types"][:num_layers]
+    return cut
+
+
+def _with_adapters(model: Any, recipe: Recipe) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(recipe.targets) if isinstance(recipe.targets, tuple) else recipe.targets
+    if targets == "attention":
+        targets = list(ATTENTION_TARGETS)
+    lora = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=2 * recipe.rank,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=targets,
+        use_dora=recipe.dora,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(model, lora)
+    if recipe.adapter_dtype is not None:
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, recipe.adapter_dtype))
+    return wrapped
+
+
+def _optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5, foreach=True),
+        "adamw-fused": lambda: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-5, foreach=True),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-5, momentum=0.9, foreach=True),
+    }
+    if name not in makers:
+        raise InputError(f"optimizer `{name}` cannot be rehearsed; try {', '.join(makers)}")
+    return makers[name]()
+
+
+def _model_blocks(tracker: StorageTracker, model: Any) -> Iterator[tuple[int, Category]]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        block_id = tracker.block_id(tensor)
+        if block_id is not None:
+            yield block_id, Category.ADAPTER_WEIGHTS if "lora_" in name else Category.WEIGHTS
+
+
+class _Loop:
+    """The training loop: one call is one optimizer step."""
+
+    def __init__(
+        self,
+        tracker: StorageTracker,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        categories: dict[int, Category],
+    ) -> None:
+        self.tracker = tracker
+        self.model = model
+        self.optimizer = optimizer
+        self.recipe = recipe
+        self.categories = categories
+        self._mark_loss()
+
+    def optimizer_step(self) -> None:
+        """Run the micro-batches, clip, step, and set the gradients to None."""
+        for _ in range(self.recipe.grad_accum):
+            self._micro_batch()
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        if self.recipe.max_grad_norm is not None:
+            self.tracker.phase = Phase.CLIP
+            torch.nn.utils.clip_grad_norm_(trainable, self.recipe.max_grad_norm, foreach=True)
+        self.tracker.phase = Phase.OPTIMIZER
+        self.optimizer.step()
+        self._name(self.optimizer.state.values(), Category.OPTIMIZER_STATES)
+        self.tracker.phase = Phase.ZERO_GRAD
+        self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
+
+    def _micro_batch(self) -> None:
+        self.tracker.phase = Phase.FORWARD
+        inputs = self._inputs()
+        self._name(inputs, Category.INPUTS)
+        loss, outputs = self._loss(inputs)
+        if not self.recipe.keep_outputs:
+            outputs = None
+        del inputs
+        if self.recipe.grad_accum > 1:
+            loss = loss / self.recipe.grad_accum
+        self.tracker.phase = Phase.BACKWARD
+        loss.backward()
+        del outputs
+        self._name([p.grad for p in self.model.parameters()], Category.GRADIENTS)
+
+    def _loss(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        with self._autocast():
+            outputs = self.model(**inputs)
+        if self.recipe.autocast_dtype is not None and self.recipe.raise_outputs:
+            from accelerate.utils.operations import convert_to_fp32
+
+            outputs = convert_to_fp32(outputs)
+        return outputs["loss"], outputs
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.recipe.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, self.recipe.autocast_dtype))
+
+    def _inputs(self) -> dict[str, Any]:
+        shape = (self.recipe.micro_batch, self.recipe.seq_len)
+        names = ["input_ids", "labels"] + ["attention_mask"] * self.recipe.attention_mask
+        return {name: torch.empty(shape, dtype=torch.int64, device="cpu") for name in names}
+
+    def _name(self, values: Any, category: Category) -> None:
+        for tensor in tensors_in(list(values.values()) if isinstance(values, dict) else list(values)):
+            block_id = self.tracker.block_id(tensor)
+            if block_id is not None:
+                self.categories.setdefault(block_id, category)
+
+    def _mark_loss(self) -> None:
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        original = base.loss_function
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with _phase(self.tracker, Phase.LOSS):
+                return original(*args, **kwargs)
+
+        base.loss_function = marked
+
+
+@contextmanager
+def _phase(tracker: StorageTracker, phase: Phase) -> Iterator[None]:
+    before, tracker.phase = tracker.phase, phase
+    try:
+        yield
+    finally:
+        tracker.phase = before
