@@ -1,0 +1,327 @@
+"""The ops of PyTorch that models are made of, as contracts: what an op saves, what it allocates, what its backward allocates.
+
+Each function stands for one ATen op (named in its docstring where the name differs) and takes the tape first. Views cost nothing
+and are not written. `numel` of a result is the caller's to say where it does not follow from the inputs; broadcasting follows
+from the larger operand. A gradient that comes out larger than its input is summed, one of another type is cast, by the engine.
+
+Every contract is compared with the real op on fake tensors, allocation by allocation, in tests/agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from wazn.dtypes import BOOL, FLOAT16, FLOAT32, Dtype
+from wazn.simulate.tape import SCALAR, Parameter, Tape, Tensor
+
+__all__ = [
+    "add",
+    "add_scalar",
+    "autocast",
+    "cat",
+    "contiguous",
+    "dropout",
+    "embedding",
+    "expand_copy",
+    "linear",
+    "matmul",
+    "mean",
+    "mul",
+    "mul_scalar",
+    "narrow",
+    "neg",
+    "pointwise",
+    "pointwise_of_result",
+    "pow2",
+    "promote",
+    "rsqrt",
+    "softmax",
+    "split",
+    "to",
+]
+
+
+def promote(a: Dtype, b: Dtype) -> Dtype:
+    """Return the type of an elementwise result of two floating-point tensors."""
+    return a if a.itemsize >= b.itemsize else b
+
+
+def to(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
+    """Cast; the tensor itself when it has the type already."""
+    if x.dtype is dtype:
+        return x
+    source = x.dtype
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None]:
+        return (tape.new(gradient.numel, source),)
+
+    return tape.record(tape.new(x.numel, dtype), (x,), (), backward)
+
+
+def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a + b; saves nothing, both gradients are the incoming one."""
+    out = tape.new(max(a.numel, b.numel), promote(a.dtype, b.dtype))
+    return tape.record(out, (a, b), (), _same_twice)
+
+
+def _same_twice(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return gradient, gradient
+
+
+def _same(gradient: Tensor) -> tuple[Tensor]:
+    return (gradient,)
+
+
+def add_scalar(tape: Tape, x: Tensor) -> Tensor:
+    """x + number."""
+    return tape.record(tape.new(x.numel, x.dtype), (x,), (), _same)
+
+
+def neg(tape: Tape, x: Tensor) -> Tensor:
+    """-x."""
+    return tape.record(tape.new(x.numel, x.dtype), (x,), (), partial(_like_gradient, tape))
+
+
+def _like_gradient(tape: Tape, gradient: Tensor) -> tuple[Tensor]:
+    return (tape.new(gradient.numel, gradient.dtype),)
+
+
+def narrow(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """A view of a part of x (slice, narrow, select); its backward makes a whole gradient of zeros and copies into it."""
+    full = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(full, gradient.dtype),)
+
+    return tape.record(x.view(numel), (x,), (), backward)
+
+
+def split(tape: Tape, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of all parts of x (split, chunk, unbind); backward puts the gradients together in one new tensor."""
+    parts = tuple([x.view(numel) for numel in sizes])
+    full, dtype = x.numel, x.dtype
+
+    def backward(*gradients: Tensor | None) -> tuple[Tensor]:
+        # split_backward and unbind_backward put zeros where a gradient is missing
+        zeros = [
+            tape.new(numel, dtype)
+            for numel, gradient in zip(sizes, gradients, strict=True)
+            if gradient is None
+        ]
+        result = tape.new(full, dtype)
+        del zeros
+        return (result,)
+
+    tape.record_many(parts, (x,), (), backward)
+    return parts
+
+
+def cat(tape: Tape, parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate; backward gives each part a view of the gradient."""
+    sizes = [part.numel for part in parts]
+
+    def backward(gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple([gradient.view(numel) for numel in sizes])
+
+    return tape.record(tape.new(sum(sizes), parts[0].dtype), parts, (), backward)
+
+
+def contiguous(tape: Tape, x: Tensor) -> Tensor:
+    """Copy a view that is not contiguous (contiguous, reshape, clone); backward passes the gradient on."""
+    return tape.record(tape.new(x.numel, x.dtype), (x,), (), _same)
+
+
+def expand_copy(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """expand and copy (repeat_kv); the gradient, larger, is summed by the node of expand."""
+    small = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(small, gradient.dtype),)
+
+    return tape.record(tape.new(numel, x.dtype), (x,), (), backward)
+
+
+def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a * b; saves each operand that the other's gradient needs."""
+    saved = tape.save(a if b.requires_grad else None, b if a.requires_grad else None)
+    numel = max(a.numel, b.numel)
+    need_a, need_b = a.requires_grad, b.requires_grad
+    dtype_a, dtype_b = a.dtype, b.dtype
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        for_b = tape.new(numel, promote(gradient.dtype, dtype_a)) if need_b else None
+        for_a = tape.new(numel, promote(gradient.dtype, dtype_b)) if need_a else None
+        return for_a, for_b
+
+    return tape.record(tape.new(numel, promote(dtype_a, dtype_b)), (a, b), saved, backward)
+
+
+def mul_scalar(tape: Tape, x: Tensor) -> Tensor:
+    """x * number; the number counts as saved."""
+    saved = tape.save(SCALAR if x.requires_grad else None)
+
+    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, partial(_like_gradient, tape))
+
+
+def pointwise(tape: Tape, x: Tensor) -> Tensor:
+    """An elementwise function that saves its input and whose backward is one kernel: silu, gelu."""
+    saved = tape.save(x if x.requires_grad else None)
+
+    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, partial(_like_gradient, tape))
+
+
+def pointwise_of_result(tape: Tape, x: Tensor) -> Tensor:
+    """An elementwise function that saves its result and whose backward is one kernel: relu, tanh, sigmoid."""
+    out = tape.new(x.numel, x.dtype)
+    saved = tape.save_result(out) if x.requires_grad else ()
+    return tape.record(out, (x,), saved, partial(_like_gradient, tape))
+
+
+def pow2(tape: Tape, x: Tensor) -> Tensor:
+    """x.pow(2); backward is grad * (2 * x): two tensors at its peak."""
+    saved = tape.save(x if x.requires_grad else None)
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        # grad * (exponent * self.pow(exponent - 1)), pow_backward of FunctionsManual.cpp
+        powered = tape.new(gradient.numel, gradient.dtype)
+        scaled = tape.new(gradient.numel, gradient.dtype)
+        del powered
+        result = tape.new(gradient.numel, gradient.dtype)
+        del scaled
+        return (result,)
+
+    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, backward)
+
+
+def mean(tape: Tape, x: Tensor, size: int) -> Tensor:
+    """x.mean over an axis of `size`, kept."""
+    numel = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(numel, gradient.dtype),)  # grad.expand(shape) / size
+
+    return tape.record(tape.new(numel // size, x.dtype), (x,), (), backward)
+
+
+def rsqrt(tape: Tape, x: Tensor) -> Tensor:
+    """x.rsqrt(); saves its result."""
+    out = tape.new(x.numel, x.dtype)
+    saved = tape.save_result(out) if x.requires_grad else ()
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        # -0.5 * grad * result.pow(3)
+        cubed = tape.new(gradient.numel, gradient.dtype)
+        scaled = tape.new(gradient.numel, gradient.dtype)
+        result = tape.new(gradient.numel, gradient.dtype)
+        del cubed, scaled
+        return (result,)
+
+    return tape.record(out, (x,), saved, backward)
+
+
+def linear(
+    tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_features: int
+) -> Tensor:
+    """torch.nn.functional.linear: mm, or addmm with a bias; under autocast its arguments are cast first.
+
+    x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features].
+    """
+    if tape.autocast_dtype is not None:
+        x = autocast(tape, x)
+        weight = autocast(tape, weight)
+        bias = None if bias is None else autocast(tape, bias)
+    numel_x, numel_weight = x.numel, weight.numel
+    need_x, need_weight = x.requires_grad, weight.requires_grad
+    saved = tape.save(x if need_weight else None, weight if need_x else None)
+    out = tape.new(numel_x * out_features // (numel_weight // out_features), x.dtype)
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, ...]:
+        for_x = for_weight = None
+        # MmBackward computes mat2 first, AddmmBackward mat1 first: generated in alphabetical order
+        if bias is not None and need_x:
+            for_x = tape.new(numel_x, gradient.dtype)
+        if need_weight:
+            for_weight = tape.new(numel_weight, gradient.dtype)
+        if bias is None:
+            if need_x:
+                for_x = tape.new(numel_x, gradient.dtype)
+            return for_x, for_weight
+        return for_x, for_weight, gradient
+
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    return tape.record(out, inputs, saved, backward)
+
+
+def autocast(tape: Tape, x: Tensor) -> Tensor:
+    """Cast an argument of an op on autocast's lower-precision list; trainable fp32 leaves once per region.
+
+    Source: aten/src/ATen/autocast_mode.cpp, `cached_cast`.
+    """
+    dtype = tape.autocast_dtype
+    if dtype is None or x.dtype is not FLOAT32:
+        return x
+    if isinstance(x, Parameter) and x.requires_grad:
+        cast = tape.cached_cast(x)
+        if cast is None:
+            cast = to(tape, x, dtype)
+            tape.remember_cast(x, cast)
+        return cast
+    return to(tape, x, dtype)
+
+
+def matmul(tape: Tape, a: Tensor, b: Tensor, *, numel: int) -> Tensor:
+    """bmm of two activations, giving `numel` elements; saves what each gradient needs."""
+    if tape.autocast_dtype is not None:
+        a, b = autocast(tape, a), autocast(tape, b)
+    saved = tape.save(a if b.requires_grad else None, b if a.requires_grad else None)
+    need_a, need_b = a.requires_grad, b.requires_grad
+    numel_a, numel_b = a.numel, b.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        for_b = tape.new(numel_b, gradient.dtype) if need_b else None
+        for_a = tape.new(numel_a, gradient.dtype) if need_a else None
+        return for_a, for_b
+
+    return tape.record(tape.new(numel, a.dtype), (a, b), saved, backward)
+
+
+def softmax(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
+    """softmax(x, dtype=...): a cast (fused with the kernel only from float16 to float32), then the kernel, which saves its result.
+
+    Source: aten/src/ATen/native/SoftMax.cpp, `softmax`.
+    """
+    if not (x.dtype is FLOAT16 and dtype is FLOAT32):
+        x = to(tape, x, dtype)
+    out = tape.new(x.numel, dtype)
+    saved = tape.save_result(out) if x.requires_grad else ()
+    source = x.dtype
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(gradient.numel, source),)
+
+    return tape.record(out, (x,), saved, backward)
+
+
+def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
+    """Dropout in training on CUDA: native_dropout makes the result and a mask of one byte per element.
+
+    With probability 0 the tensor itself comes back (torch.nn.Dropout(0.0) calls the kernel still; models here use Identity or a test).
+    """
+    saved = ()
+    out = tape.new(x.numel, x.dtype)
+    mask = tape.new(x.numel, BOOL)
+    saved = tape.save(mask if x.requires_grad else None)
+    return tape.record(out, (x,), saved, partial(_like_gradient, tape))
+
+
+def embedding(tape: Tape, weight: Tensor, indices: Tensor, *, size: int) -> Tensor:
+    """Look rows up; saves the indices; backward is a dense gradient of the table's size."""
+    saved = tape.save(indices if weight.requires_grad else None)
+    numel_weight = weight.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(numel_weight, gradient.dtype),)
+
+    out = tape.new(indices.numel * size, weight.dtype)
+    return tape.record(out, (weight,), saved, backward)
