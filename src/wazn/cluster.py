@@ -49,11 +49,12 @@ class Gpu:
     """One device as PyTorch sees it.
 
     memory_gb: the size in the product's name; a name, not a number of bytes.
-    usable_bytes: what PyTorch reports as the total of the device (`torch.cuda.mem_get_info()[1]`); `measured` is the lowest
-        value seen on Linux, `assumed` the nominal size less the gap that `usable_reference`, another card of its kind, shows.
+    usable_bytes: what PyTorch reports as the total of the device (`torch.cuda.mem_get_info()[1]`); `measured` is the
+        lowest value seen on Linux, `assumed` the nominal size less the gap that `usable_reference`, another card of
+        its kind, shows.
     compute_capability: `8.9` (NVIDIA), `gfx942` (AMD), `mps`, `xpu`, `hpu`.
-    context_bytes: what the driver's context and the loaded kernels hold outside PyTorch's allocator; None where nothing is
-        known (not NVIDIA). `context_source` says where the figure comes from.
+    context_bytes: what the driver's context and the loaded kernels hold outside PyTorch's allocator; None where
+        nothing is known (not NVIDIA). `context_source` says where the figure comes from.
     """
 
     id: str
@@ -92,7 +93,7 @@ def _refuse_non_positive(option: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How the work is laid over the GPUs: degrees of tensor, pipeline, context and expert parallelism; the rest are replicas."""
+    """How the work is laid over the GPUs: degrees of model parallelism; what is left are replicas."""
 
     parallel: Parallel = Parallel.DDP
     tensor_parallel: int = 1
@@ -185,7 +186,7 @@ def sdpa_kernel(gpu: Gpu) -> AttentionKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limitation:
-    """Something that was asked for and that the card does not have; `instead` is what the stack does or what to choose."""
+    """Something asked for that the card does not have; `instead` is what the stack does or what to choose."""
 
     code: Literal["bf16-not-in-hardware", "fp8-not-in-hardware", "flash-not-on-this-gpu"]
     gpu: str
@@ -198,7 +199,8 @@ def limitations(
 ) -> tuple[Limitation, ...]:
     """Return what of the asked-for the card lacks, with the fallback.
 
-    bf16: before Ampere PyTorch stores bfloat16 and emulates the arithmetic, slowly; the bytes are the same; people take fp16.
+    bf16: before Ampere PyTorch stores bfloat16 and emulates the arithmetic, slowly; the bytes are the same; people
+    take fp16.
     fp8: needs compute capability 8.9 (`torch._scaled_mm`) or AMD's gfx942 and later; bf16 runs instead.
     flash: `scaled_dot_product_attention` falls back to the memory-efficient or the math kernel.
     """

@@ -1,9 +1,12 @@
 """Prepare the readable tables for reading in a millisecond: `python -m wazn.facts.build` (or `scripts/build_facts`).
 
-The readable sources are `models/*.json`, `gpus.toml`, `gpu_names.toml`, `model_names.toml`, `overheads.toml` and `prices.csv`;
-what is made of them lies in `prepared/` and is never edited. A test holds the two equal. Nothing but the test and the script
-imports this module.
+The readable sources are `models/*.json`, `gpus.toml`, `gpu_names.toml`, `model_names.toml`, `overheads.toml` and
+`prices.csv`; what is made of them lies in `prepared/` and is never edited. A test holds the two equal. Nothing but
+the test and the script imports this module.
 """
+
+# paths are strings as in `store`, and a command prints
+# ruff: noqa: PTH, T201
 
 from __future__ import annotations
 
@@ -38,17 +41,19 @@ def load_toml(name: str) -> _Row:
         return tomllib.load(file)
 
 
-# --- GPUs ---------------------------------------------------------------------------------------------------------------
+# --- GPUs ----------------------------------------------------------------------------------------
 
-# The chips of these compute capabilities have stacked memory (HBM) and no other: GP100, GV100, GA100, GH100, GB100, GB300.
+# The chips of these compute capabilities have stacked memory (HBM) and no other: GP100, GV100, GA100, GH100, GB100,
+# GB300.
 _HBM_CAPABILITIES = ("6.0", "7.0", "8.0", "9.0", "10.0", "10.3")
 
 
 def memory_kind(gpu: Mapping[str, Any]) -> str:
     """Return the kind of a card's memory, on which the gap between nominal and usable depends.
 
-    unified: shared with the host, the gap is a fraction. hbm: stacked memory with its own ECC bits. gddr-ecc: ECC stored in the memory
-    itself and on by default: 1/16 of it is gone (runtime observations: 45.0 of 48 GB on L40S, 15.0 of 16 on T4). gddr: the rest.
+    unified: shared with the host, the gap is a fraction. hbm: stacked memory with its own ECC bits. gddr-ecc: ECC
+    stored in the memory itself and on by default: 1/16 of it is gone (runtime observations: 45.0 of 48 GB on L40S,
+    15.0 of 16 on T4). gddr: the rest.
     """
     if gpu["class"] == "integrated":
         return "unified"
@@ -65,7 +70,8 @@ def _nominal_gib(gpu: Mapping[str, Any]) -> int:
 def _assumed_usable(gpu: _Row, observed: list[_Row]) -> tuple[int, str]:
     """Nominal less the gap of the nearest card of its kind, in bytes, and that card's id.
 
-    Nearest: same maker, kind and generation before same maker and kind, before same kind; then by size; then the larger gap.
+    Nearest: same maker, kind and generation before same maker and kind, before same kind; then by size; then the
+    larger gap.
     """
     kind = memory_kind(gpu)
     nominal = _nominal_gib(gpu)
@@ -198,13 +204,14 @@ def gpu_index() -> _Row:
     }
 
 
-# --- prices -------------------------------------------------------------------------------------------------------------
+# --- prices --------------------------------------------------------------------------------------
 
 
 def price_index() -> _Row:
     """Return the lowest on-demand price of each GPU: {gpu_id: {usd_per_gpu_hour, provider, date}}.
 
-    Only rows with a date count; of a GPU's rows, those within a year of its newest, so that an old low price does not hide a new one.
+    Only rows with a date count; of a GPU's rows, those within a year of its newest, so that an old low price does not
+    hide a new one.
     """
     with open(os.path.join(FOLDER, "prices.csv"), encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["catalogue_date"] and row["spot"] == "0"]
@@ -223,7 +230,7 @@ def price_index() -> _Row:
     return lowest
 
 
-# --- models -------------------------------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 
 def _model_files() -> dict[str, _Row]:
@@ -271,8 +278,8 @@ def _short_names(ids_to_targets: Iterable[tuple[str, str]]) -> dict[str, list[st
 def model_index() -> _Row:
     """Return what `facts.models` needs: rows by id, names in folded form, and ids of the same architecture.
 
-    `models` maps an id to [model_type, parameters counted, published parameters or null, status]; `ids` maps every known id in lower
-    case to its entry; `names` maps a folded short name to the entries it can mean.
+    `models` maps an id to [model_type, parameters counted, published parameters or null, status]; `ids` maps every
+    known id in lower case to its entry; `names` maps a folded short name to the entries it can mean.
     """
     files = _model_files()
     tables = load_toml("model_names.toml")

@@ -21,7 +21,7 @@ _COUNTED = re.compile(r"(\d{1,5})\s*x\s*([a-z0-9].*)", re.ASCII | re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuChoice:
-    """What a name means. `candidates` are the ids that the name can mean, the taken one first; `notes` say what was assumed."""
+    """What a name means. `candidates` are the ids that it can mean, the taken one first; `notes` say what was assumed."""
 
     gpu: Gpu
     candidates: tuple[str, ...]
@@ -39,7 +39,8 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def resolve_gpu(text: str) -> GpuChoice:
-    """Return the GPU that a person means: an id, a product name, a part of one (`4090`, `a100-80gb`), or a size (`24GB`).
+    """Return the GPU that a person means: an id, a product name, a part of one (`4090`, `a100-80gb`), or a size
+    (`24GB`).
 
     A name that means several cards takes the common one (desktop or SXM) and says so; a size is a card of that size.
 

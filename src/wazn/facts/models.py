@@ -1,4 +1,7 @@
-"""From a model's name, as people write it, to its configuration: the catalogue, a folder, a file, the Hugging Face Hub."""
+"""From a model's name, as people write it, to its configuration: the catalogue, a folder, a file, the Hub."""
+
+# pathlib costs more at start than everything that is read here
+# ruff: noqa: PTH
 
 from __future__ import annotations
 
@@ -17,16 +20,17 @@ if TYPE_CHECKING:
     from wazn.model.spec import ModelSpec
 
 __all__ = [
-    "LARGEST_CONFIG_BYTES",
     "CatalogueModel",
     "ModelSource",
+    "code_notes",
     "list_models",
     "load_model",
+    "nearest_models",
+    "read_bounded",
     "resolve_model",
     "spec_of",
 ]
 
-LARGEST_CONFIG_BYTES = 2_000_000  # the largest config.json of the catalogue's models has 10 kB
 _LONGEST_NAME = 4096
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
@@ -37,8 +41,8 @@ class ModelSource:
 
     id: the catalogue's id, the folder or file as asked, or the Hub's id.
     path: the file, for error messages; on the Hub `<id>/config.json`.
-    published_parameters: the published total of the checkpoint where one is known. It may count what transformers does not build
-        (`_published_excluded` in the catalogue's file says what).
+    published_parameters: the published total of the checkpoint where one is known. It may count what transformers
+        does not build (`_published_excluded` in the catalogue's file says what).
     """
 
     id: str
@@ -50,7 +54,7 @@ class ModelSource:
 
 
 class CatalogueModel(NamedTuple):
-    """One line of the catalogue. parameters: counted on the class of transformers; status: how that agrees with the published total."""
+    """One line of the catalogue. `parameters` is counted; `status` says how that agrees with the published total."""
 
     id: str
     family: str
@@ -67,7 +71,7 @@ def list_models() -> tuple[CatalogueModel, ...]:
 
 
 def load_model(text: str) -> ModelSpec:
-    """Return the architecture of the model that a person names. Raises: as `resolve_model`, and what its config.json deserves."""
+    """Return the architecture of the model that a person names. Raises: as `resolve_model` and `spec_of`."""
     return spec_of(resolve_model(text))
 
 
@@ -81,9 +85,9 @@ def spec_of(source: ModelSource) -> ModelSpec:
 def resolve_model(text: str) -> ModelSource:
     """Return the configuration of the model that a person names.
 
-    Tried in this order: a folder with a config.json or such a file; a Hugging Face id or a short name in the catalogue (or of a
-    checkpoint with the architecture of one in it); a Hugging Face id on the Hub. Only the last one touches the network, and never
-    for a name without a slash.
+    Tried in this order: a folder with a config.json or such a file; a Hugging Face id or a short name in the
+    catalogue (or of a checkpoint with the architecture of one in it); a Hugging Face id on the Hub. Only the last one
+    touches the network, and never for a name without a slash.
 
     Raises: UnknownFact with the nearest names; InputError for an ambiguous name, a bad file, or what the Hub answers.
     """
@@ -106,8 +110,7 @@ def resolve_model(text: str) -> ModelSource:
         return fetch_config(asked)
     if "/" in asked or os.sep in asked or asked.lower().endswith(".json") or os.path.isdir(asked):
         raise _no_config_at(asked)
-    known = list(model_index()["names"]) + list(model_index()["ids"])
-    nearest = _nearest_ids(asked, known)
+    nearest = nearest_models(asked)
     hint = (
         None
         if nearest
@@ -116,7 +119,7 @@ def resolve_model(text: str) -> ModelSource:
     raise UnknownFact(f"unknown model `{asked[:100]}`", nearest=nearest, hint=hint)
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
 def _local_config(asked: str) -> str | None:
@@ -147,21 +150,36 @@ def _no_config_at(asked: str) -> InputError:
 def _from_file(asked: str, path: str) -> ModelSource:
     from wazn.model.config import parse_config
 
+    mapping = parse_config(read_bounded(path), path=path)
+    notes = code_notes(asked, mapping)
+    return ModelSource(id=asked, mapping=mapping, origin="file", path=path, notes=notes)
+
+
+def read_bounded(path: str) -> bytes:
+    """Return a configuration file's bytes. Raises: InputError if it cannot be read or is absurdly large."""
+    from wazn.model.config import LARGEST_FILE_BYTES
+
     try:
         with open(path, "rb") as file:
-            data = file.read(LARGEST_CONFIG_BYTES + 1)
+            data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    if len(data) > LARGEST_CONFIG_BYTES:
+    if len(data) > LARGEST_FILE_BYTES:
         raise InputError(
-            f"{path} is larger than {LARGEST_CONFIG_BYTES:,} bytes",
+            f"{path} is larger than {LARGEST_FILE_BYTES:,} bytes",
             hint="a model's config.json has a few kilobytes; is this another file?",
         )
-    mapping = parse_config(data, path=path)
-    return ModelSource(id=asked, mapping=mapping, origin="file", path=path)
+    return data
 
 
-# --- the catalogue ------------------------------------------------------------------------------------------------------
+def code_notes(model_id: str, mapping: Mapping[str, Any]) -> tuple[Note, ...]:
+    """Say that a model brings its own code (`auto_map`), which is never run: what the config describes is counted."""
+    if not mapping.get("auto_map"):
+        return ()
+    return (Note(code="model-code-not-run", params={"model": model_id}),)
+
+
+# --- the catalogue -------------------------------------------------------------------------------
 
 
 def _catalogue_id(asked: str) -> str | None:
@@ -204,10 +222,11 @@ def _from_catalogue(asked: str, model_id: str) -> ModelSource:
     )
 
 
-def _nearest_ids(asked: str, known: list[str]) -> tuple[str, ...]:
+def nearest_models(asked: str) -> tuple[str, ...]:
+    """Return the ids of the catalogue that are spelled most like the question, best first."""
     index = model_index()
+    known = [*index["names"], *index["ids"]]
     ids: dict[str, None] = {}
     for name in nearest_names(fold_model_name(asked), known, at_most=8):
-        meant = index["names"].get(name) or [index["ids"][name]]
-        ids |= dict.fromkeys(meant)
+        ids |= dict.fromkeys(index["names"].get(name) or [index["ids"][name]])
     return tuple(ids)[:5]

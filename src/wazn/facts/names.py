@@ -1,4 +1,7 @@
-"""The spelling of names: what people type, brought to one form. The same functions prepare the tables and answer questions."""
+"""The spelling of names: what people type, brought to one form.
+
+The same functions prepare the tables and answer questions.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ _OPTIONAL_WORD = re.compile(
 def short_model_names(model_id: str) -> dict[str, int]:
     """Return the folded short names of a model with how many words of its id each leaves out.
 
-    Left out, from the fewest to all: a maker's prefix (`Meta-`) and the words that say which release of an architecture it is
-    (`hf`, `base`, `instruct`, `chat`, `it`, `v0.1`, `2407`).
+    Left out, from the fewest to all: a maker's prefix (`Meta-`) and the words that say which release of an
+    architecture it is (`hf`, `base`, `instruct`, `chat`, `it`, `v0.1`, `2407`).
 
     >>> short_model_names("mistralai/Mixtral-8x7B-v0.1")
     {'mixtral8x7bv0.1': 0, 'mixtral8x7b': 1}
@@ -81,9 +84,12 @@ class GpuName(NamedTuple):
 
 
 _GPU_NOISE = frozenset(
-    ("nvidia", "geforce", "rtx", "rx", "gtx", "amd", "instinct", "radeon", "tesla", "apple", "intel", "gpu", "graphics")
-    + ("generation", "gen", "edition", "tensor", "core", "memory", "unified", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "card")
-)  # fmt: skip
+    (
+        *("nvidia", "geforce", "rtx", "rx", "gtx", "tesla", "amd", "instinct", "radeon"),
+        *("apple", "intel", "gpu", "card", "graphics", "generation", "gen", "edition"),
+        *("tensor", "core", "memory", "unified", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6"),
+    )
+)
 _GPU_FORMS = {
     "sxm": "sxm", "sxm2": "sxm", "sxm3": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hgx": "sxm",
     "pcie": "pcie", "pci": "pcie", "nvl": "nvl",
@@ -131,7 +137,7 @@ def parse_gpu_name(text: str) -> GpuName:
 
 
 def nearest_names(text: str, names: list[str], *, at_most: int = 5) -> tuple[str, ...]:
-    """Return the names most like what was typed, best first; difflib is imported only here, where the question was wrong."""
+    """Return the names most like what was typed, best first. difflib is imported only here, for a wrong question."""
     import difflib
 
     text = text.lower()[:100]

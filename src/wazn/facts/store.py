@@ -3,6 +3,8 @@
 `importlib.resources` and `pathlib` cost more at start than everything that is read here, so paths are strings.
 """
 
+# ruff: noqa: PTH
+
 from __future__ import annotations
 
 import json
