@@ -158,6 +158,11 @@ class Fields:
         """Remember what is wrong with the file as a whole."""
         self._faults.append(message)
 
+    def faults_of(self, inner: Fields) -> None:
+        """Take over the faults of an object inside this one; `inner.path` ends in the key of that object."""
+        where = inner.path.removeprefix(f"{self.path}: ")
+        self._faults += (fault.replace("`", f"`{where}.", 1) for fault in inner._faults)
+
     def raise_faults(self) -> None:
         """Raise one `InputError` with every fault found, if any was."""
         if self._faults:

@@ -22,6 +22,7 @@ from wazn.model.spec import (
     ModelSpec,
     MoeSpec,
     Norm,
+    NormKind,
 )
 
 __all__ = [
@@ -173,6 +174,11 @@ def _linear(linear: Linear, group: Group) -> list[Parameter]:
 
 
 def _norm(norm: Norm) -> list[Parameter]:
+    if norm.kind is NormKind.LAYER_PER_HEAD:  # a list of modules, one per head
+        return [
+            Parameter(name=f"{norm.name}.norms.{head}.weight", shape=(norm.size,), group=Group.NORM)
+            for head in range(norm.heads or 1)
+        ]
     shape = (norm.size,) if norm.heads is None else (norm.heads, norm.size)
     return [
         Parameter(name=f"{norm.name}.{kind}", shape=shape, group=Group.NORM)

@@ -36,6 +36,7 @@ class NormKind(StrEnum):
     RMS: llama's; x to fp32, weight times the result cast back. RMS_GEMMA: (1 + weight) in fp32, cast back last.
     RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last. LAYER: torch's layer_norm. LAYER_FP32: olmo; layer_norm on an
     fp32 copy. LAYER_COHERE: mean and variance by hand in fp32, without bias. RMS_TORCH: torch's fused rms_norm.
+    LAYER_1P: nemotron; torch's layer_norm with weight + 1. LAYER_PER_HEAD: stablelm; one layer_norm per head, joined by cat.
     """
 
     RMS = "rms"
@@ -45,6 +46,8 @@ class NormKind(StrEnum):
     LAYER = "layer"
     LAYER_FP32 = "layer-fp32"
     LAYER_COHERE = "layer-cohere"
+    LAYER_1P = "layer-1p"
+    LAYER_PER_HEAD = "layer-per-head"
 
 
 class RotaryKind(StrEnum):
@@ -129,7 +132,16 @@ class AttentionSpec:
 
     projections: in the order in which the code calls them: (q, k, v), or one fused matrix.
     fused: how one matrix is cut: None for separate ones; `chunk` (plain slices along the last axis: views), `per-head`
-        (viewed as [heads, 3, head_dim] or by groups, then sliced).
+        (viewed as [heads, 3, head_dim] or by groups, then sliced), `per-group-expanded` (Falcon-40B: viewed as
+        [groups, heads per group + 2, head_dim], keys and values then copied to every head).
+    code: the family whose attention runs: `llama` (one of transformers' attention functions; eager softmax in fp32, cast back),
+        `gptj` (the same; eager scores in fp32), `opt` (queries scaled by a product of their own, then the same), `gpt_neo`
+        (eager or flash only, scores in fp32, causal by `where`), `bloom` (eager only: baddbmm onto alibi), `mpt` (eager only,
+        alibi added), `falcon` (own sdpa and eager, without dropout), `gpt_oss` (eager with sinks, or flash 3).
+    rotary_code: the family whose `apply_rotary_pos_emb` runs: `llama`, `olmo` (tables and products in fp32, cast back), `phi3`
+        (part of the head; joined by cat: `rotary_concat`), `cohere` (interleaved, all in fp32), `glm` (interleaved, tables
+        repeated in every layer, cat), `helium` (as glm, without cat), `ernie4_5` (as helium, in fp32), `gptj` (before the transpose; tables repeated
+        for queries and for keys), `gpt_oss` (half tables), `deepseek_v2` (complex numbers), `deepseek_v3` (reordered, then llama's).
     """
 
     projections: tuple[Linear, ...]
@@ -154,6 +166,9 @@ class AttentionSpec:
     clip_qkv: float | None = None
     # the code joins rotated and passed channels with cat, even where all rotate (Phi, GPT-NeoX)
     rotary_concat: bool = False
+    code: str = "llama"
+    rotary_code: str = "llama"
+    norm_after_rotary: bool = False  # query-key norms come after the rotary embedding (Hunyuan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +242,8 @@ class LayerSpec:
     mlp: MlpSpec | MoeSpec
     layout: ResidualLayout
     norms: tuple[Norm, ...]  # in the order in which the forward pass uses them
-    residual_dropout: float = 0.0
+    residual_dropout: float = 0.0  # on what each branch adds
+    joint_dropout: bool = False  # parallel layouts: on the sum of both branches instead (Falcon)
     residual_multiplier: bool = False  # Granite scales each branch
     # names of modules in the order in which the layer's class creates them; `model.named_parameters()` follows it
     registration: tuple[str, ...] = ()

@@ -5,8 +5,19 @@ from __future__ import annotations
 __all__ = ["MODULES"]
 
 MODULES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"),
+    **dict.fromkeys(
+        (
+            *("arcee", "ernie4_5", "granite", "helium", "hunyuan_v1_dense", "internlm3", "jais2"),
+            *("llama", "ministral", "mistral", "nemotron", "qwen2", "qwen3", "seed_oss"),
+            *("smollm3", "stablelm", "starcoder2"),
+        ),
+        "llama",
+    ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    **dict.fromkeys(
+        ("cohere", "cohere2", "exaone4", "glm", "glm4", "olmo", "olmo2", "olmo3"), "olmo"
+    ),
     **dict.fromkeys(("phi", "phi3"), "phi"),
-    **dict.fromkeys(("gpt2", "gpt_neox"), "gpt"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"), "gpt"),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "opt"), "opt"),
 }

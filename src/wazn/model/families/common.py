@@ -140,6 +140,7 @@ def gated_mlp(
     bias: bool = False,
     prefix: str = "mlp.",
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    dropout: float = 0.0,
 ) -> MlpSpec:
     """down(act(gate x) * up x)."""
     gate, up, down = (f"{prefix}{name}" for name in names)
@@ -148,6 +149,7 @@ def gated_mlp(
         up=Linear(name=up, in_features=hidden, out_features=intermediate, bias=bias),
         down=Linear(name=down, in_features=intermediate, out_features=hidden, bias=bias),
         activation=activation,
+        dropout=dropout,
     )
 
 
@@ -186,10 +188,20 @@ def plain_mlp(
 
 
 def norms(
-    names: Iterable[str], size: int, kind: NormKind, *, bias: bool = False
+    names: Sequence[str],
+    size: int,
+    kind: NormKind,
+    *,
+    bias: bool = False,
+    weight: bool = True,
+    heads: Sequence[int] | None = None,
 ) -> tuple[Norm, ...]:
-    """Norms of one kind and size."""
-    return tuple(Norm(name=name, size=size, kind=kind, bias=bias) for name in names)
+    """Norms of one kind and size; `heads` are the rows of each weight where it has one row per head."""
+    rows: Sequence[int | None] = heads or (None,) * len(names)
+    return tuple(
+        Norm(name=name, size=size, kind=kind, bias=bias, weight=weight, heads=count)
+        for name, count in zip(names, rows, strict=True)
+    )
 
 
 def layers_of_kinds(kinds: Iterable[K], layer: Callable[[K], LayerSpec]) -> tuple[LayerSpec, ...]:

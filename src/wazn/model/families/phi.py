@@ -21,7 +21,6 @@ from wazn.model.spec import (
     LayerSpec,
     Linear,
     ModelSpec,
-    Norm,
     NormKind,
     ResidualLayout,
 )
@@ -63,6 +62,7 @@ def phi(c: Fields) -> ModelSpec:
         names=("q_proj", "k_proj", "v_proj", "dense"),
         dropout=c.probability("attention_dropout"),
         rotary_dim=rotary,
+        rotary_code="phi3",
         rotary_concat=True,
         **per_head,
     )
@@ -104,6 +104,7 @@ def phi3(c: Fields) -> ModelSpec:
         head_dim=s.head_dim,
         fused="chunk",
         rotary_dim=rotary,
+        rotary_code="phi3",
         rotary_concat=True,
         window=c.optional_count("sliding_window"),
         dropout=c.probability("attention_dropout"),
