@@ -5,9 +5,6 @@ The readable sources are `models/*.json`, `gpus.toml`, `gpu_names.toml`, `model_
 the test and the script imports this module.
 """
 
-# paths are strings as in `store`, and a command prints
-# ruff: noqa: PTH, T201
-
 from __future__ import annotations
 
 import csv
@@ -180,6 +177,21 @@ def _size_references(gpus: list[_Row]) -> dict[str, list[Any]]:
     return references
 
 
+def _blas_workspaces(rows: list[_Row]) -> list[list[Any]]:
+    """[vendor, prefix of the compute capability, first torch release, bytes, source], in the order of the table."""
+    return [
+        [
+            row["vendor"],
+            prefix,
+            [int(part) for part in row["since_torch"].split(".")],
+            row["kib"] * 2**10,
+            row["source"],
+        ]
+        for row in rows
+        for prefix in row["capabilities"]
+    ]
+
+
 def gpu_index() -> _Row:
     """Return what `facts.gpus` needs: records by id, ids by the base of the name, Apple's chips, gaps by size.
 
@@ -187,7 +199,8 @@ def gpu_index() -> _Row:
     """
     gpus: list[_Row] = load_toml("gpus.toml")["gpu"]
     names = load_toml("gpu_names.toml")
-    contexts = {row["arch"]: row for row in load_toml("overheads.toml")["context"]}
+    overheads = load_toml("overheads.toml")
+    contexts = {row["arch"]: row for row in overheads["context"]}
     observed = [gpu for gpu in gpus if "usable_gib" in gpu]
     bases: dict[str, list[str]] = {}
     for gpu in sorted(gpus, key=_common_first):
@@ -201,6 +214,7 @@ def gpu_index() -> _Row:
         "also_sold_as": names["also_sold_as"],
         "apple": {parse_gpu_name(chip).base: sizes for chip, sizes in names["apple"].items()},
         "sizes": _size_references(gpus),
+        "blas_workspaces": _blas_workspaces(overheads["blas_workspace"]),
     }
 
 

@@ -21,7 +21,7 @@ _COUNTED = re.compile(r"(\d{1,5})\s*x\s*([a-z0-9].*)", re.ASCII | re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuChoice:
-    """What a name means. `candidates` are the ids that it can mean, the taken one first; `notes` say what was assumed."""
+    """What a name means. `candidates` are the ids it can mean, the taken one first; `notes` say what is assumed."""
 
     gpu: Gpu
     candidates: tuple[str, ...]

@@ -1,8 +1,5 @@
 """From a model's name, as people write it, to its configuration: the catalogue, a folder, a file, the Hub."""
 
-# pathlib costs more at start than everything that is read here
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import os

@@ -3,8 +3,6 @@
 `importlib.resources` and `pathlib` cost more at start than everything that is read here, so paths are strings.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import json
