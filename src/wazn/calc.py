@@ -11,8 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from wazn.errors import InputError, UnknownFact
+from wazn.errors import InputError, UnknownFact, Unsupported
+
+if TYPE_CHECKING:
+    from wazn.model.spec import ModelSpec
 
 __all__ = [
     "OPTIMIZER_RULES",
@@ -29,6 +33,7 @@ __all__ = [
     "accumulation",
     "inference",
     "kv_cache",
+    "kv_cache_of_model",
     "lora",
     "optimizer_rule",
     "qlora",
@@ -228,16 +233,22 @@ class Qlora:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvCache:
-    """Keys and values of every layer, KV head and token."""
+    """Keys and values of every layer, KV head and token.
+
+    With latent attention (DeepSeek) there are no KV heads: one vector of `latent_dim` per layer and
+    token is kept, and `kv_heads` and `head_dim` are None; otherwise `latent_dim` is None.
+    """
 
     layers: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int | None
+    head_dim: int | None
+    latent_dim: int | None
     tokens: int
     sequences: int
     bits: Fraction
     per_token_bytes: Fraction
     total_bytes: int
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -464,17 +475,83 @@ def kv_cache(
     _check("head_dim", head_dim, _MOST_OF_A_DIMENSION)
     _check("tokens", tokens, _MOST_TOKENS)
     _check("sequences", sequences, _MOST_COUNTED)
+    return _kv_cache(
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent_dim=None,
+        tokens=tokens,
+        sequences=sequences,
+        bits=bits,
+    )
+
+
+def kv_cache_of_model(
+    spec: ModelSpec, *, tokens: int, sequences: int = 1, bits: Number = 16
+) -> KvCache:
+    """Return the KV cache of a model, every layer keeping every token.
+
+    Latent attention keeps the compressed vector and the rotary part of the key (DeepSeek-V2, 2024,
+    section 2.1.2: (d_c + d_h^R) elements per layer and token).
+
+    Raises: InputError for sizes; Unsupported where the layers' caches differ in shape.
+    """
+    from wazn.model.spec import AttentionSpec
+
+    shapes: set[tuple[int | None, int | None, int | None]] = set()
+    notes: tuple[str, ...] = ()
+    for layer in spec.layers:
+        attention = layer.attention
+        if isinstance(attention, AttentionSpec):
+            shapes.add((attention.num_kv_heads, attention.head_dim, None))
+            if attention.window is not None:
+                notes = ("cache-windows-not-used",)
+        else:
+            shapes.add((None, None, attention.kv_lora_rank + attention.rope_head_dim))
+    if len(shapes) != 1:
+        raise Unsupported(
+            f"the layers of {spec.id} keep caches of {len(shapes)} different shapes",
+            hint="`wazn calc kv-cache` with the sizes of each kind of layer, and the sum",
+        )
+    kv_heads, head_dim, latent_dim = shapes.pop()
+    _check("tokens", tokens, _MOST_TOKENS)
+    _check("sequences", sequences, _MOST_COUNTED)
+    return _kv_cache(
+        layers=spec.num_layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent_dim=latent_dim,
+        tokens=tokens,
+        sequences=sequences,
+        bits=bits,
+        notes=notes,
+    )
+
+
+def _kv_cache(
+    *,
+    layers: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    latent_dim: int | None,
+    tokens: int,
+    sequences: int,
+    bits: Number,
+    notes: tuple[str, ...] = (),
+) -> KvCache:
     exact_bits = _exact("bits", bits, _MOST_BITS)
-    elements_per_token = 2 * layers * kv_heads * head_dim
+    per_layer = latent_dim if latent_dim is not None else 2 * (kv_heads or 0) * (head_dim or 0)
     return KvCache(
         layers=layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        latent_dim=latent_dim,
         tokens=tokens,
         sequences=sequences,
         bits=exact_bits,
-        per_token_bytes=elements_per_token * exact_bits / 8,
-        total_bytes=_bytes(elements_per_token * tokens * sequences, exact_bits),
+        per_token_bytes=layers * per_layer * exact_bits / 8,
+        total_bytes=_bytes(layers * per_layer * tokens * sequences, exact_bits),
+        notes=notes,
     )
 
 
@@ -496,7 +573,7 @@ def inference(*, num_parameters: int, bits: Number = 16, cache: KvCache | None =
         weights_bytes=weights_bytes,
         cache=cache,
         total_bytes=weights_bytes + (cache.total_bytes if cache else 0),
-        notes=() if cache else ("kv-cache-not-asked-for",),
+        notes=cache.notes if cache else ("kv-cache-not-asked-for",),
     )
 
 

@@ -18,6 +18,7 @@ from wazn.cli.base import (
     require_english,
     terminal_width,
 )
+from wazn.errors import InputError
 from wazn.report.calc import answer, as_json, as_text
 
 __all__ = ["command"]
@@ -165,6 +166,89 @@ def qlora(
         output_format,
         lang,
     )
+
+
+@command.command("inference", cls=Command)
+@option("--params", "num_parameters", type=COUNT, help="Parameters, such as 7B.")
+@option("--model", help="Instead of the parameters, a model: its weights and cache are counted.")
+@option("--bits", type=DECIMAL, default=16, show_default=True, help="Bits per weight.")
+@option("--layers", type=COUNT, group="KV cache", help="Layers of the model.")
+@option("--kv-heads", type=COUNT, group="KV cache", help="Key-value heads per layer.")
+@option("--head-dim", type=COUNT, group="KV cache", help="Size of one head.")
+@option("--tokens", type=COUNT, group="KV cache", help="Tokens per sequence, prompt and answer.")
+@option(
+    "--sequences",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    group="KV cache",
+    help="Sequences at a time.",
+)
+@option(
+    "--kv-bits",
+    type=DECIMAL,
+    default=16,
+    show_default=True,
+    group="KV cache",
+    help="Bits per cached element.",
+)
+@common_options
+def inference(
+    num_parameters: int | None,
+    model: str | None,
+    bits: int | Fraction,
+    layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    tokens: int | None,
+    sequences: int,
+    kv_bits: int | Fraction,
+    output_format: str,
+    lang: str,
+) -> None:
+    """Weights at any bit width, plus the KV cache.
+
+    Give --params with --layers, --kv-heads, --head-dim and --tokens for the cache, or --model with --tokens.
+    """
+    if (num_parameters is None) == (model is None):
+        raise InputError("exactly one of `num_parameters` and `model` must be given")
+    sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    if model is not None:
+        for name, value in sizes.items():
+            if value is not None:
+                raise InputError(f"`{name}` is known of the `model`", hint=f"leave out `{name}`")
+        from wazn.facts.models import load_model
+        from wazn.model.parameters import count_parameters
+
+        spec = load_model(model)
+        num_parameters = count_parameters(spec)
+        cache = (
+            calc.kv_cache_of_model(spec, tokens=tokens, sequences=sequences, bits=kv_bits)
+            if tokens is not None
+            else None
+        )
+    else:
+        cache = _cache(sizes | {"tokens": tokens}, sequences=sequences, bits=kv_bits)
+    assert num_parameters is not None
+    _show(
+        calc.inference(num_parameters=num_parameters, bits=bits, cache=cache), output_format, lang
+    )
+
+
+def _cache(
+    sizes: dict[str, int | None], *, sequences: int, bits: int | Fraction
+) -> calc.KvCache | None:
+    """Return the cache of sizes given by hand: all of them, or none."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if not given:
+        return None
+    missing = [f"`{name}`" for name in sizes if name not in given]
+    if missing:
+        raise InputError(
+            f"the KV cache also needs {', '.join(missing)}",
+            hint="or `model` NAME, of which they are known",
+        )
+    return calc.kv_cache(**given, sequences=sequences, bits=bits)
 
 
 @command.command("kv-cache", cls=Command)

@@ -29,7 +29,8 @@ COMMANDS = {
 }
 
 _NEW_REPORT = "please report this, with the command that you ran"
-_INTERRUPTED = 130  # 128 + SIGINT, as shells write it
+_INTERRUPTED = 128 + 2  # SIGINT, as shells write it
+_READER_LEFT = 128 + 13  # SIGPIPE
 
 
 class LazyGroup(NamedGroup):
@@ -62,17 +63,23 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave with its exit status."""
     _never_fail_on_encoding()
-    status = _status_of(arguments)
+    if "_WAZN_COMPLETE" in os.environ:
+        cli.main(prog_name="wazn")  # the shell asks for completions; Click answers and leaves
+    status = _status_of(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        status = _reader_went_away()
+    except OSError as error:
+        status = _write_failure(error)
     sys.exit(status)
 
 
-def _status_of(arguments: list[str] | None) -> int:
+def _status_of(arguments: list[str]) -> int:
+    # `cli.main` would do the same, but turns a broken pipe into a plain failure
     try:
-        status = cli.main(args=arguments, prog_name="wazn", standalone_mode=False)
+        with cli.make_context("wazn", list(arguments)) as context:
+            status = cli.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except WaznError as error:
         return _say(error.message, error.hint, status=2)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -82,8 +89,8 @@ def _status_of(arguments: list[str] | None) -> int:
         return _say(*_message_and_hint(error), status=2)
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted", None, status=_INTERRUPTED)
-    except BrokenPipeError:
-        return _reader_went_away()
+    except OSError as error:
+        return _write_failure(error)
     except Exception as error:
         return _internal_failure(error)
     return status if isinstance(status, int) else 0
@@ -92,7 +99,8 @@ def _status_of(arguments: list[str] | None) -> int:
 def _message_and_hint(error: click.ClickException) -> tuple[str, str | None]:
     """Say a usage error of Click in wazn's two lines."""
     context = getattr(error, "ctx", None)
-    hint = f"`{context.command_path} --help` shows what can be written" if context else None
+    path = context.command_path if context else "wazn COMMAND"  # Click does not always know
+    hint = f"`{path} --help` shows what can be written"
     if isinstance(error, click.NoSuchOption):
         known = _options_of(context)
         return (
@@ -103,7 +111,7 @@ def _message_and_hint(error: click.ClickException) -> tuple[str, str | None]:
         what = "argument" if isinstance(error.param, click.Argument) else "option"
         name = error.param.human_readable_name if what == "argument" else error.param.opts[0]
         return f"the {what} `{name}` is missing", hint
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace("'", "`")
     return message[:1].lower() + message[1:], hint
 
 
@@ -136,10 +144,13 @@ def _internal_failure(error: Exception) -> int:
     )
 
 
-def _reader_went_away() -> int:
-    """`wazn ... | head`: stop quietly, as other tools do, and keep Python from complaining at exit."""
+def _write_failure(error: OSError) -> int:
+    """What remains is that the answer could not be written: inputs are read with errors of their own."""
+    # whatever is still buffered goes nowhere, or Python would complain again at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + 13  # SIGPIPE, as shells write it
+    if isinstance(error, BrokenPipeError):
+        return _READER_LEFT  # `wazn ... | head`: stop quietly, as other tools do
+    return _say(f"the answer could not be written: {error}", None, status=1)
 
 
 def _never_fail_on_encoding() -> None:

@@ -80,6 +80,9 @@ _NOTES = {
         "As the textbook has it, with every weight in 4 bits. Real QLoRA keeps embeddings, norms and"
         " the output head in 16 or 32 bits; `wazn estimate --method qlora` counts them."
     ),
+    "cache-windows-not-used": (
+        "Some layers look back only over a window; a cache that makes use of it holds less."
+    ),
     "kv-cache-not-asked-for": (
         "Plus the KV cache: `--layers --kv-heads --head-dim --tokens`, or `--model NAME --tokens`."
     ),
@@ -457,7 +460,7 @@ def _kv_cache(result: KvCache) -> Answer:
         inputs=_cache_inputs(result),
         result={"per_token_bytes": result.per_token_bytes, "total_bytes": result.total_bytes},
         sections=(Section(title="", rows=_cache_rows(result)),),
-        notes=(),
+        notes=_notes(*result.notes),
     )
 
 
@@ -466,6 +469,7 @@ def _cache_inputs(cache: KvCache) -> dict[str, Any]:
         "layers": cache.layers,
         "kv_heads": cache.kv_heads,
         "head_dim": cache.head_dim,
+        "latent_dim": cache.latent_dim,
         "tokens": cache.tokens,
         "sequences": cache.sequences,
         "bits": cache.bits,
@@ -473,13 +477,15 @@ def _cache_inputs(cache: KvCache) -> dict[str, Any]:
 
 
 def _cache_rows(cache: KvCache) -> tuple[Row, ...]:
+    per_layer = (
+        f"2 × {cache.layers:,} layers × {cache.kv_heads:,} KV heads × {cache.head_dim:,}"
+        if cache.latent_dim is None
+        else f"{cache.layers:,} layers × {cache.latent_dim:,} latent"
+    )
     per_token = Row(
         code="kv-per-token",
         label="keys and values per token",
-        formula=(
-            f"2 × {cache.layers:,} layers × {cache.kv_heads:,} KV heads × {cache.head_dim:,}"
-            f" × {_number(cache.bits)} bits / 8"
-        ),
+        formula=f"{per_layer} × {_number(cache.bits)} bits / 8",
         value=f"{_number(cache.per_token_bytes)} bytes",
     )
     sequences = f"{cache.sequences:,} sequence" + ("" if cache.sequences == 1 else "s")
