@@ -64,10 +64,10 @@ class Habits(TorchFunctionMode):
         instead = _INSTEAD.get(func)
         if instead is not None:
             return instead(self, func, *args, **kwargs)
-        result = func(*args, **kwargs)
-        if func in _FACTORIES and kwargs.get("device") is None:
-            self.tracker.keep_on_host(result)
-        return result
+        if func in _FACTORIES and kwargs.get("device") in (None, "cpu"):
+            with self.tracker.going_to("host"):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _sdpa(
@@ -121,21 +121,22 @@ def _torch_dropout(
 
 
 def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A tensor in host memory that is sent to a device is copied; here both have one device type."""
-    names_a_device = "device" in kwargs or any(
-        isinstance(item, str | torch.device) for item in args
-    )
-    if not (names_a_device and habits.tracker.is_on_host(tensor)):
+    """A tensor that moves between host and device is copied; here both have one device type."""
+    device = kwargs.get("device", next((i for i in args if isinstance(i, str | torch.device)), None))
+    is_on_host = habits.tracker.is_on_host(tensor)
+    if device is None or is_on_host == (device == "cpu" and isinstance(device, str)):
         return func(tensor, *args, **kwargs)
-    habits.tracker.arriving = True
-    try:
+    with habits.tracker.going_to("device" if is_on_host else "host"):
         moved = func(tensor, *args, **kwargs)
         return torch.clone(moved) if moved is tensor else moved
-    finally:
-        habits.tracker.arriving = False
 
 
-# Factories leave their result in host memory unless a device is named.
+def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _to(habits, torch.Tensor.to, tensor, "cpu")
+
+
+# Factories leave their result in host memory unless a device is named; libraries write the host as the text "cpu" and
+# pass the model's device on as an object.
 _FACTORIES = {*_device_constructors(), torch.get_rng_state, torch.tensor}
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
@@ -143,4 +144,5 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
     torch.Tensor.to: _to,
+    torch.Tensor.cpu: _cpu,
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from wazn.trace.tracker import StorageEvent, StorageTracker, tensors_in
+from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, tensors_in
 from wazn.trace.world import World
 
 __all__ = ["OpTrace", "Spec", "measure_op"]
@@ -60,9 +60,9 @@ class Spec:
         """Return the tensor (fake inside a world), a leaf."""
         dtype = getattr(torch, self.dtype)
         if self.memory_order is None:
-            tensor = torch.empty(self.shape, dtype=dtype, device="cpu")
+            tensor = torch.empty(self.shape, dtype=dtype, device=DEVICE)
         else:
-            tensor = torch.empty_permuted(self.shape, self.memory_order, dtype=dtype, device="cpu")
+            tensor = torch.empty_permuted(self.shape, self.memory_order, dtype=dtype, device=DEVICE)
         return tensor.requires_grad_(self.requires_grad)
 
 

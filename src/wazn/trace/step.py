@@ -19,7 +19,7 @@ import torch
 
 from wazn.errors import InputError, Unsupported
 from wazn.timeline.events import Category, Phase
-from wazn.trace.tracker import StorageEvent, StorageTracker, rounded_bytes, tensors_in
+from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, rounded_bytes, tensors_in
 from wazn.trace.world import World
 
 __all__ = ["Recipe", "Rehearsal", "build_model", "rehearse"]
@@ -276,7 +276,7 @@ class _Loop:
     def _inputs(self) -> dict[str, Any]:
         shape = (self.recipe.micro_batch, self.recipe.seq_len)
         names = ["input_ids", "labels"] + ["attention_mask"] * self.recipe.attention_mask
-        return {name: torch.empty(shape, dtype=torch.int64, device="cpu") for name in names}
+        return {name: torch.empty(shape, dtype=torch.int64, device=DEVICE) for name in names}
 
     def _name(self, values: Any, category: Category) -> None:
         for tensor in tensors_in(list(values.values()) if isinstance(values, dict) else list(values)):

@@ -13,7 +13,8 @@ Sizes are the requested bytes of the storage; `rounded_bytes` is what PyTorch co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from wazn.units import round_up
 
-__all__ = ["ROUNDING_BYTES", "StorageEvent", "StorageTracker", "rounded_bytes", "tensors_in"]
+__all__ = ["DEVICE", "ROUNDING_BYTES", "StorageEvent", "StorageTracker", "rounded_bytes", "tensors_in"]
 
+DEVICE = torch.device("cpu")  # stands for the accelerator; the text "cpu" stands for the host
 ROUNDING_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 
 
@@ -81,7 +83,7 @@ class StorageTracker(TorchDispatchMode):
         self.phase = ""
         self.step = 0
         self.module = ""
-        self.arriving = False  # while a tensor is copied from the host to the device
+        self.destination: str | None = None  # `host` or `device` while a result is known to go there
         self._run_operation = run_operation
         self._alive: dict[int, _Block] = {}
         self._ids: dict[int, int] = {}  # address of a live storage -> its block
@@ -102,14 +104,25 @@ class StorageTracker(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         if func is not torch.ops.prim.device.default:
-            if self._host and self._is_host_arithmetic(args):
+            if self._goes_to_host(args):
                 self.keep_on_host(result)
             else:
                 self.observe(result, op=str(func))
         return result
 
-    def _is_host_arithmetic(self, args: tuple[Any, ...]) -> bool:
-        if self.arriving:
+    @contextmanager
+    def going_to(self, destination: str) -> Iterator[None]:
+        """Say where the results of the operations inside live: `host` or `device`."""
+        before, self.destination = self.destination, destination
+        try:
+            yield
+        finally:
+            self.destination = before
+
+    def _goes_to_host(self, args: tuple[Any, ...]) -> bool:
+        if self.destination is not None:
+            return self.destination == "host"
+        if not self._host:
             return False
         tensors = list(tensors_in(args))
         return bool(tensors) and all(self.is_on_host(tensor) for tensor in tensors)

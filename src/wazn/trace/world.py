@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wazn.trace import kernels
 from wazn.trace.autocast import cuda_autocast
 from wazn.trace.habits import Habits
-from wazn.trace.tracker import StorageTracker
+from wazn.trace.tracker import DEVICE, StorageTracker
 
 __all__ = ["World"]
 
@@ -82,7 +82,7 @@ class World:
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    fake = torch.empty_like(tensor, device=DEVICE, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
