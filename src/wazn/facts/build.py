@@ -10,12 +10,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wazn.facts.names import fold_model_name, parse_gpu_name, short_model_names
+from wazn.facts.names import fold_model_name, parse_gpu_name
 from wazn.facts.store import FOLDER
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "model_index",
     "prepared",
     "price_index",
+    "short_model_names",
 ]
 
 GIB = 2**30
@@ -254,6 +256,37 @@ def _model_files() -> dict[str, _Row]:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             files[name.removesuffix(".json").replace("--", "/", 1)] = json.load(file)
     return files
+
+
+_PREFIXES = ("meta-", "c4ai-", "nvidia-", "ai21-")
+_OPTIONAL_WORD = re.compile(
+    r"hf|base|instruct|chat|it|pt|preview|bf16|8k|4k|\d{4}|v\d+(\.\d+)*", re.ASCII
+)
+
+
+def short_model_names(model_id: str) -> dict[str, int]:
+    """Return the folded short names of a model with how many words of its id each leaves out.
+
+    Left out, from the fewest to all: a maker's prefix (`Meta-`) and the words that say which release of an
+    architecture it is (`hf`, `base`, `instruct`, `chat`, `it`, `v0.1`, `2407`).
+
+    >>> short_model_names("mistralai/Mixtral-8x7B-v0.1")
+    {'mixtral8x7bv0.1': 0, 'mixtral8x7b': 1}
+    """
+    name = model_id.rpartition("/")[2].lower()
+    prefixed = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    words = name[len(prefixed) :].split("-")
+    optional = [
+        i for i, word in enumerate(words) if i > 0 and _OPTIONAL_WORD.fullmatch(word) is not None
+    ]
+    names: dict[str, int] = {fold_model_name(name): 0}
+    for mask in range(2 ** len(optional)):
+        left_out = {index for bit, index in enumerate(optional) if mask >> bit & 1}
+        short = "-".join(word for i, word in enumerate(words) if i not in left_out)
+        rank = len(left_out) + (1 if prefixed else 0)
+        folded = fold_model_name(short)
+        names[folded] = min(rank, names.get(folded, rank))
+    return names
 
 
 def _siblings(files: Mapping[str, _Row]) -> dict[str, str]:

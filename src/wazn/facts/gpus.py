@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
 from wazn.errors import InputError, UnknownFact
 from wazn.facts.names import GpuName, nearest_names, parse_gpu_name
 from wazn.facts.notes import Note
-from wazn.facts.store import gpu_index
+from wazn.facts.store import gpu_index, price_index
 
-__all__ = ["GpuChoice", "gpu_by_id", "list_gpus", "resolve_gpu"]
+__all__ = [
+    "GpuChoice",
+    "LowestPrice",
+    "gpu_by_id",
+    "list_gpus",
+    "lowest_price",
+    "resolve_gpu",
+    "search_gpus",
+]
 
 _LONGEST_NAME = 100
 _LARGEST_CARD_GB = 2048
-_COUNTED = re.compile(r"(\d{1,5})\s*x\s*([a-z0-9].*)", re.ASCII | re.IGNORECASE)
+_COUNTED = r"(\d{1,5})\s*x\s*([a-z0-9].*)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +99,7 @@ def _candidates(asked: str, name: GpuName) -> list[str]:
         return fitting
     if of_base:
         raise UnknownFact(f"no such version of this GPU: `{asked}`", nearest=tuple(of_base[:5]))
-    counted = _COUNTED.fullmatch(asked)
+    counted = re.fullmatch(_COUNTED, asked, re.ASCII | re.IGNORECASE)
     if counted is not None:
         raise InputError(
             f"`{asked}` is a number of GPUs and a name",
@@ -147,3 +155,34 @@ def _card_of_size(asked: str, memory_gb: int) -> GpuChoice:
     return GpuChoice(
         gpu=Gpu(**like), candidates=(), notes=(Note(code="gpu-is-a-size", params=params),)
     )
+
+
+class LowestPrice(NamedTuple):
+    """The lowest on-demand price of a GPU in the price table, with its date: old prices are old."""
+
+    usd_per_gpu_hour: float
+    provider: str
+    date: str
+
+
+def lowest_price(gpu_id: str) -> LowestPrice | None:
+    """Return the lowest dated price of one GPU for an hour, or None where the table has none."""
+    price = price_index().get(gpu_id)
+    return None if price is None else LowestPrice(**price)
+
+
+def search_gpus(query: str) -> tuple[Gpu, ...]:
+    """Return the GPUs whose id or name holds every word, else those that `resolve_gpu` would choose from.
+
+    An empty query means all. Raises: UnknownFact if nothing is like it.
+    """
+    words = query.lower().split()
+    if not words:
+        return list_gpus()
+    found = [
+        gpu for gpu in list_gpus() if all(word in f"{gpu.id} {gpu.name.lower()}" for word in words)
+    ]
+    if found:
+        return tuple(found)
+    choice = resolve_gpu(query)
+    return tuple(gpu_by_id(gpu_id) for gpu_id in choice.candidates) or (choice.gpu,)

@@ -25,11 +25,12 @@ __all__ = [
     "nearest_models",
     "read_bounded",
     "resolve_model",
+    "search_models",
     "spec_of",
 ]
 
 _LONGEST_NAME = 4096
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_HUB_ID = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,7 @@ def resolve_model(text: str) -> ModelSource:
     model_id = _catalogue_id(asked)
     if model_id is not None:
         return _from_catalogue(asked, model_id)
-    if _HUB_ID.fullmatch(asked) is not None and not asked.lower().endswith(".json"):
+    if re.fullmatch(_HUB_ID, asked, re.ASCII) is not None and not asked.lower().endswith(".json"):
         from wazn.facts.hub import fetch_config
 
         return fetch_config(asked)
@@ -227,3 +228,26 @@ def nearest_models(asked: str) -> tuple[str, ...]:
     for name in nearest_names(fold_model_name(asked), known, at_most=8):
         ids |= dict.fromkeys(index["names"].get(name) or [index["ids"][name]])
     return tuple(ids)[:5]
+
+
+def search_models(query: str) -> tuple[CatalogueModel, ...]:
+    """Return the catalogue's models whose id or family holds every word of the query, and those that it names.
+
+    An empty query means all. Raises: UnknownFact with the nearest names if there are none.
+    """
+    words = query.lower().split()
+    folded = fold_model_name(query) if words else ""
+    index = model_index()
+    named = {*index["names"].get(folded, ()), index["ids"].get(query.strip().lower())}
+    found = tuple(
+        model
+        for model in list_models()
+        if model.id in named
+        or all(word in f"{model.id.lower()} {model.family}" for word in words)
+        or (words and folded in fold_model_name(model.id))
+    )
+    if not found:
+        raise UnknownFact(
+            f"no model of the catalogue is like `{query[:100]}`", nearest=nearest_models(query)
+        )
+    return found

@@ -14,7 +14,6 @@ __all__ = [
     "loose_model_name",
     "nearest_names",
     "parse_gpu_name",
-    "short_model_names",
 ]
 
 _OTHER_SEPARATORS = re.compile(r"(?<!\d)[-_:\s]+|[-_:\s]+(?!\d)")
@@ -42,37 +41,6 @@ def loose_model_name(folded: str) -> str:
     'llama3.1.8b'
     """
     return re.sub(r"(?<=\d)-(?=\d)", ".", folded)
-
-
-_PREFIXES = ("meta-", "c4ai-", "nvidia-", "ai21-")
-_OPTIONAL_WORD = re.compile(
-    r"hf|base|instruct|chat|it|pt|preview|bf16|8k|4k|\d{4}|v\d+(\.\d+)*", re.ASCII
-)
-
-
-def short_model_names(model_id: str) -> dict[str, int]:
-    """Return the folded short names of a model with how many words of its id each leaves out.
-
-    Left out, from the fewest to all: a maker's prefix (`Meta-`) and the words that say which release of an
-    architecture it is (`hf`, `base`, `instruct`, `chat`, `it`, `v0.1`, `2407`).
-
-    >>> short_model_names("mistralai/Mixtral-8x7B-v0.1")
-    {'mixtral8x7bv0.1': 0, 'mixtral8x7b': 1}
-    """
-    name = model_id.rpartition("/")[2].lower()
-    prefixed = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-    words = name[len(prefixed) :].split("-")
-    optional = [
-        i for i, word in enumerate(words) if i > 0 and _OPTIONAL_WORD.fullmatch(word) is not None
-    ]
-    names: dict[str, int] = {fold_model_name(name): 0}
-    for mask in range(2 ** len(optional)):
-        left_out = {index for bit, index in enumerate(optional) if mask >> bit & 1}
-        short = "-".join(word for i, word in enumerate(words) if i not in left_out)
-        rank = len(left_out) + (1 if prefixed else 0)
-        folded = fold_model_name(short)
-        names[folded] = min(rank, names.get(folded, rank))
-    return names
 
 
 class GpuName(NamedTuple):
