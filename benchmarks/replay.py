@@ -2,7 +2,7 @@
 
     python benchmarks/replay.py [--repeat 7]
 
-The timelines are made here, so that this measures the `timeline` room alone: a decoder with `layers` equal layers, every layer
+The timelines are made here, so that this measures the `timeline` room alone: a decoder with equal layers, every layer
 checkpointed, two optimizer steps; sizes and lifetimes like those of Llama models. Prints the median of some runs.
 """
 
@@ -120,7 +120,7 @@ def forward(out: Writer, *, tokens: int, hidden: int, ffn: int, kv: int) -> list
     return saved
 
 
-def backward(out: Writer, saved: list[int], *, tokens: int, hidden: int, ffn: int, kv: int) -> None:
+def backward(out: Writer, saved: list[int], *, tokens: int, hidden: int) -> None:
     """Walk the saved blocks back: a gradient for each, made before its predecessor goes."""
     temporary = Tag(Category.TEMPORARY, "temporary")
     gradient = out.alloc(2 * tokens * hidden, temporary)
@@ -182,7 +182,7 @@ def training(
             made.append(out.alloc(size, gradients))
             transposed = out.alloc(size, temporary)
             out.free(transposed)
-        backward(out, saved, **shape)
+        backward(out, saved, tokens=tokens, hidden=hidden)
         kept = forward_pass + layers * LAYER + (checkpoint & (LAYER - 1))
         out.event(kept, -checkpoint_bytes, Tag(Category.ACTIVATIONS, "saved"))
         tape.add(out.segment, times=layers, shift=-LAYER)

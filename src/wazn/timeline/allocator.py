@@ -6,13 +6,13 @@ recorded runs in `tests/timeline/recorded` must come out the same block by block
 
 The state is four structures of plain integers, so that `replay` can work on them without a function call per event:
 
-    small, large    the free blocks of each pool, sorted; a key is `size << SHIFT | address`, so that the order is PyTorch's
-                    (BlockComparatorSize, :772-780: by size, then by address) and best fit is a bisection
+    small, large    the free blocks of each pool, sorted; a key is `size << SHIFT | address`, so that the order is
+                    PyTorch's (BlockComparatorSize: by size, then by address) and best fit is a bisection
     free_from       address of a free block -> its key
     free_to         address behind a free block -> its key
 
-Segments never touch (there is a gap between them), so that two free blocks that do belong to one segment and are merged.
-Addresses only grow. The real driver's addresses cannot be known; they matter only between free blocks of equal size.
+Segments never touch (there is a gap between them), so that two free blocks that do touch belong to one segment and are
+merged. Addresses only grow. The real driver's addresses cannot be known; they matter only between free blocks of equal size.
 
 Outside the model: more than one stream (and `record_stream`), CUDA graphs' private pools, `cudaMallocAsync`.
 """
@@ -20,6 +20,7 @@ Outside the model: more than one stream (and `record_stream`), CUDA graphs' priv
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from wazn.errors import InputError
 from wazn.timeline.settings import (
@@ -72,6 +73,8 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
+        # Told of every range taken from or given back to the device: the action of a TraceEntry, address, bytes.
+        self.observer: Callable[[str, int, int], None] | None = None
         fraction = settings.per_process_memory_fraction
         self.allowed_bytes: int | None = None
         if fraction < 1.0 and self.device_total_bytes is not None:
@@ -235,10 +238,12 @@ class CachingAllocator:
         """Whether `per_process_memory_fraction` leaves room for `num_bytes`: alloc_block, :2619-2622."""
         return self.allowed_bytes is None or self.reserved_bytes + num_bytes <= self.allowed_bytes
 
-    def reserve(self, num_bytes: int) -> None:
-        """Count memory taken from the device."""
+    def reserve(self, action: str, address: int, num_bytes: int) -> None:
+        """Count memory taken from the device, or given back where `num_bytes` is negative."""
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        if self.observer is not None:
+            self.observer(action, address, abs(num_bytes))
 
     def new_address(self, num_bytes: int) -> int:
         """Return the address of a new range, with a gap behind it."""
@@ -255,14 +260,14 @@ class CachingAllocator:
             return None
         address = self.new_address(segment_bytes)
         self.segments[address] = segment_bytes
-        self.reserve(segment_bytes)
+        self.reserve("segment_alloc", address, segment_bytes)
         return segment_bytes << SHIFT | address
 
     def release_block(self, block: int, pool: list[int]) -> None:
         """Return a whole segment to the device: :2797-2828."""
         self.remove(block, pool)
-        del self.segments[block & MASK]
-        self.reserved_bytes -= block >> SHIFT
+        size = self.segments.pop(block & MASK)
+        self.reserve("segment_free", block & MASK, -size)
 
     def is_segment(self, block: int) -> bool:
         """Whether a free block is a whole segment: `!block->is_split()`."""

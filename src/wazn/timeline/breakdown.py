@@ -1,10 +1,10 @@
 """The peak of a timeline and what it is made of, without an allocator and without writing repetitions out.
 
-This is allocated memory as PyTorch counts it, except for the at most 1 MiB by which a block of the large pool may be larger
-than its request (`replay` knows those): every block counts with its size rounded up to 512 bytes.
+This is allocated memory as PyTorch counts it, except for the at most 1 MiB by which a block of the large pool may be
+larger than its request (`replay` knows those): every block counts with its size rounded up to 512 bytes.
 
-The repetitions of a part differ by a constant: repetition t starts `t * net` higher than the first one, where `net` is what
-one repetition leaves behind. So the highest point of a segment over all repetitions is that of the last one if `net` is
+The repetitions of a part differ by a constant: repetition t starts `t * net` higher than the first one, where `net` is
+what one repetition leaves behind. So the highest point of a segment over all repetitions is that of the last one if `net` is
 positive, else that of the first.
 """
 

@@ -1,10 +1,11 @@
 """The caching allocator with `expandable_segments:True`.
 
-One range of addresses for each pool, reserved large enough for the whole device; physical pages (2 MiB for the small pool,
-20 MiB for the large one) are mapped into it where they are needed and unmapped when memory runs out. Besides the free
-blocks there are then *unmapped* ones: addresses without memory behind them.
+One range of addresses for each pool, reserved large enough for the whole device; physical pages (2 MiB for the small
+pool, 20 MiB for the large one) are mapped into it where they are needed and unmapped when memory runs out. Besides the
+free blocks there are then *unmapped* ones: addresses without memory behind them.
 
-Source: "Note [Expandable Segments]" and the functions named below in `c10/cuda/CUDACachingAllocator.cpp`, as in `allocator`.
+Source: "Note [Expandable Segments]" and the functions named below in `c10/cuda/CUDACachingAllocator.cpp`, as in
+`allocator`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class ExpandableAllocator(CachingAllocator):
         rest = pages.remove(address) - mapped_bytes
         if rest:
             pages.insert(address + mapped_bytes, rest)
-        self.reserve(mapped_bytes)
+        self.reserve("segment_map", address, mapped_bytes)
         return self.give(mapped_bytes << SHIFT | address, pool)
 
     def release_available_cached_blocks(self, size: int, pool: list[int]) -> bool:
@@ -165,7 +166,7 @@ class ExpandableAllocator(CachingAllocator):
             self.insert((first - address) << SHIFT | address, pool)
         if last < end:
             self.insert((end - last) << SHIFT | last, pool)
-        self.reserved_bytes -= last - first
+        self.reserve("segment_unmap", first, first - last)
         before = pages.start_to.get(first)
         if before is not None:
             pages.remove(before)

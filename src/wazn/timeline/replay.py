@@ -1,11 +1,11 @@
 """A timeline, replayed event by event through the allocator: what is reserved, and whether it fits.
 
-`replay` gives what `torch.cuda.memory_stats` and an out-of-memory message would have said. The sum of block sizes alone,
-without an allocator, is in `breakdown` and far cheaper.
+`replay` gives what `torch.cuda.memory_stats` and an out-of-memory message would have said. The sum of block sizes
+alone, without an allocator, is in `breakdown` and far cheaper.
 
-Most of the time goes into one loop. It works on the allocator's own structures (see `allocator`), takes the common cases
-(a free block fits; a freed block is merged) inline, and calls the allocator for everything else; with settings whose
-search is not a plain best fit it calls the allocator for every event.
+Most of the time goes into one loop. It works on the allocator's own structures (see `allocator`), takes the common
+cases (a free block fits; a freed block is merged) inline, and calls the allocator for everything else; with settings
+whose search is not a plain best fit it calls the allocator for every event.
 """
 
 from __future__ import annotations
@@ -400,7 +400,8 @@ class _Run:
             for index, size in odd.items():
                 self.odd[index + jump * num_events] = size
         allocator.next_address += times * further
-        allocator.reserve(times * fresh_bytes)
+        allocator.reserved_bytes += times * fresh_bytes
+        allocator.peak_reserved_bytes = max(allocator.peak_reserved_bytes, allocator.reserved_bytes)
         self.index += times * num_events
         self.requested += times * (self.requested - start.requested)
         self.allocated += times * (self.allocated - start.allocated)

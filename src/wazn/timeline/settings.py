@@ -1,8 +1,8 @@
 """What `PYTORCH_ALLOC_CONF` (once `PYTORCH_CUDA_ALLOC_CONF`) says to the caching allocator.
 
 Source: PyTorch v2.13.0 (cf30153c4c13). `c10/core/AllocatorConfig.h` is quoted with its lines at that tag; the parser is
-`c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`. Where PyTorch's parser reads `64abc` as 64 or takes
-any token for a colon, this one refuses: a setting that was not understood must not look as if it had been tried.
+`c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`. Where PyTorch's parser reads `64abc` as 64, or
+takes any token for a colon, this one refuses: a setting that was not understood must not look as if it had been tried.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class AllocatorSettings:
 
     `roundup_power2_divisions` has one number for each power of two from 1 MiB to 32 GiB: into how many steps the way to
     the next power is divided when a request is rounded; 0 rounds to 512 bytes. With a
-    `per_process_memory_fraction` of 1 only the device limits, and garbage collection never runs: it needs a limit of its
-    own to count from.
+    `per_process_memory_fraction` of 1 only the device limits, and garbage collection never runs: it needs a limit of
+    its own to count from.
     """
 
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
