@@ -49,7 +49,7 @@ def run_on_tape(
     `prepare(tape)` allocates whatever else exists before (the weights of a module); its result is handed to `function`
     after the tape.
     """
-    tape = Tape(accumulate_in_place=False)
+    tape = Tape()
     tensors = [leaf(tape, spec) for spec in inputs]
     prepared = () if prepare is None else (prepare(tape),)
     tape.enter(Phase.FORWARD)

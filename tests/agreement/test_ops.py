@@ -31,8 +31,12 @@ def real_rms(x: Any, weight: Any) -> Any:
 
 
 def real_rotate(x: Any, cos: Any, sin: Any) -> Any:
-    half = x.shape[-1] // 2
-    return (x * cos) + (torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin)
+    return (x * cos) + (real_rotate_half(x) * sin)
+
+
+def real_rotate_half(x: Any) -> Any:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], tuple[Spec, ...]]] = {

@@ -6,7 +6,7 @@ from wazn.dtypes import FLOAT32, INT64
 from wazn.simulate.modules import Module
 from wazn.simulate.ops import to
 from wazn.simulate.tape import Tape, Tensor
-from wazn.timeline.events import Category
+from wazn.timeline.events import Category, Phase
 
 __all__ = ["causal_lm_loss", "log_softmax", "nll_loss"]
 
@@ -35,13 +35,16 @@ def nll_loss(tape: Tape, log_probabilities: Tensor, labels: Tensor) -> Tensor:
     return tape.record(out, (log_probabilities,), saved, backward)
 
 
-def causal_lm_loss(tape: Tape, head: Module, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def causal_lm_loss(
+    tape: Tape, head: Module, hidden: Tensor, labels: Tensor, *, micro_batch: int
+) -> tuple[Tensor, Tensor]:
     """Return loss and logits [B, S, V] (ForCausalLMLoss of transformers 4.49 and later)."""
     tape.category = Category.LOGITS_AND_LOSS
     logits = head(tape, hidden)
+    tape.enter(Phase.LOSS)
     tape.label = "loss"
     upcast = to(tape, logits, FLOAT32)
-    padded = tape.new(labels.numel, INT64)
+    padded = tape.new(labels.numel + micro_batch, INT64)
     shifted = tape.new(labels.numel, INT64)
     del padded
     log_probabilities = log_softmax(tape, upcast)

@@ -179,16 +179,15 @@ def pointwise_of_result(tape: Tape, x: Tensor) -> Tensor:
 
 
 def pow2(tape: Tape, x: Tensor) -> Tensor:
-    """x.pow(2); backward is grad * (2 * x): two tensors at its peak."""
+    """x.pow(2)."""
     saved = tape.save(x if x.requires_grad else None)
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
         # grad * (exponent * self.pow(exponent - 1)), pow_backward of FunctionsManual.cpp
         powered = tape.new(gradient.numel, gradient.dtype)
         scaled = tape.new(gradient.numel, gradient.dtype)
-        del powered
         result = tape.new(gradient.numel, gradient.dtype)
-        del scaled
+        del scaled, powered
         return (result,)
 
     return tape.record(tape.new(x.numel, x.dtype), (x,), saved, backward)

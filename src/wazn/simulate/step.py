@@ -65,8 +65,9 @@ def _forward(
         masks={},
     )
     hidden = hidden_states(tape, model, recipe, context, input_ids)
-    tape.enter(Phase.LOSS)
-    loss, logits = causal_lm_loss(tape, model.head, hidden, labels)
+    loss, _logits = causal_lm_loss(
+        tape, model.head, hidden, labels, micro_batch=recipe.micro_batch
+    )
     return loss
 
 
