@@ -15,12 +15,14 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
+from urllib.parse import urljoin
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 WHAT = {"use": ".", "test": ".[test]"}
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+PIP = "https://pypi.org/pypi/pip/json"
 
 
 def main() -> None:
@@ -47,14 +49,19 @@ def stamp(wanted: str) -> Path:
 
 def fingerprint() -> str:
     """What the install depends on: where the checkout lies and what it asks for."""
-    told = [str(ROOT), *((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt"))]
+    told = [
+        str(ROOT),
+        *((ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")),
+    ]
     return hashlib.sha256("\0".join(told).encode()).hexdigest()
 
 
 def works(python: Path) -> bool:
     check = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
     try:
-        return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+        )
     except OSError:
         return False
 
@@ -79,10 +86,10 @@ def make_venv() -> None:
 
 
 def fetch_pip(folder: Path) -> Path:
-    with urllib.request.urlopen("https://pypi.org/pypi/pip/json", timeout=30) as answer:
+    with urllib.request.urlopen(PIP, timeout=30) as answer:
         files = json.load(answer)["urls"]
     file = next(file for file in files if file["packagetype"] == "bdist_wheel")
-    with urllib.request.urlopen(file["url"], timeout=120) as answer:
+    with urllib.request.urlopen(urljoin(PIP, file["url"]), timeout=120) as answer:
         content = answer.read()
     if hashlib.sha256(content).hexdigest() != file["digests"]["sha256"]:
         raise ValueError("pip's wheel does not have the published digest")
@@ -105,7 +112,9 @@ def cpu_wheels(wanted: str) -> list[str]:
 def pip_install(*arguments: str) -> None:
     environment = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = [PYTHON, "-m", "pip", "install", "--quiet", *arguments]
-    if subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False).returncode:
+    if subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False
+    ).returncode:
         stop("pip could not install wazn; its reason is above")
 
 
