@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json into a `ModelSpec`.
 
-`parse_config` turns bytes into a mapping and bounds what it is willing to read; `read_config` turns a mapping into a spec.
-Nothing of the file is ever run. Every fault found is reported at once, each with the path of the file and its key.
+`parse_config` turns bytes into a mapping and bounds what it is willing to read; `read_config` turns a mapping into a
+spec. Nothing of the file is ever run. Every fault found is reported at once, with the path of the file and the key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def supported_families() -> tuple[str, ...]:
 def parse_config(data: bytes, *, path: str) -> dict[str, Any]:
     """Return the JSON object in `data`.
 
-    Raises: InputError when it is too large, not UTF-8, not JSON, not an object, nested too deeply, or names a key twice.
+    Raises: InputError when it is too large, not UTF-8, not JSON, no object, nested too deeply, or names a key twice.
     """
     if len(data) > LARGEST_FILE_BYTES:
         raise InputError(

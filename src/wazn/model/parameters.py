@@ -1,14 +1,14 @@
 """Every weight of a model, listed and counted.
 
-Names and order are those of `model.named_parameters()` in transformers 5.24: a module's own parameters first, then its
-children in the order in which the class creates them; a tied head is not listed, as it is the embedding's weight. The order
-matters because optimizers make their states in it. Counts are sums over distinct layers and list no names.
+Names and order are those of `model.named_parameters()` in transformers 5.24: a module's own parameters first, then
+its children in the order in which the class creates them; a tied head is not listed, as it is the embedding's weight.
+The order matters because optimizers make their states in it. Counts are sums over distinct layers and list no names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
@@ -99,7 +99,7 @@ def parameters(spec: ModelSpec, *, fused_experts: bool = True) -> Iterator[Param
     """Yield every weight of the model with its full name, in the order of `named_parameters()`.
 
     Args:
-        fused_experts: experts as 3-D tensors (transformers 5), else one module per expert (4.x).
+        fused_experts: experts as 3-D tensors (transformers 5), else as 4.57 stores them: mostly one module per expert.
     """
     outer = outer_parameters(spec)
     yield from outer.before
@@ -115,17 +115,26 @@ def parameters(spec: ModelSpec, *, fused_experts: bool = True) -> Iterator[Param
 
 
 def layer_parameters(layer: LayerSpec, *, fused_experts: bool = True) -> tuple[Parameter, ...]:
-    """Return the weights of one layer, names relative to it, in the order of `named_parameters()`."""
-    found = [
-        *_attention(layer.attention),
-        *(
-            _moe(layer.mlp, fused=fused_experts)
-            if isinstance(layer.mlp, MoeSpec)
-            else _mlp(layer.mlp, Group.MLP)
-        ),
-        *(p for norm in layer.norms for p in _norm(norm)),
-    ]
-    return tuple(_in_order(found, layer.registration))
+    """Return the weights of one layer, names relative to it, in the order of `named_parameters()`.
+
+    Args:
+        fused_experts: as transformers 5 stores them; else with the names and the order of 4.57.
+    """
+    mlp = layer.mlp
+    found = _attention(layer.attention)
+    if not isinstance(mlp, MoeSpec):
+        found += _mlp(mlp, Group.MLP)
+    elif fused_experts:
+        found += _moe(mlp, _fused_experts(mlp))
+    else:
+        experts = _listed_experts(mlp) if mlp.v4.listed else _fused_experts(mlp)
+        found += _in_order(_moe(mlp, experts), mlp.v4.registration)
+    for norm in layer.norms:
+        found += _norm(norm)
+    found = _in_order(found, layer.registration)
+    if isinstance(mlp, MoeSpec) and not fused_experts and mlp.v4.renames:
+        found = [replace(p, name=_renamed(p.name, mlp.v4.renames)) for p in found]
+    return tuple(found)
 
 
 def outer_parameters(spec: ModelSpec) -> OuterParameters:
@@ -233,17 +242,24 @@ def _mlp(mlp: MlpSpec, group: Group) -> list[Parameter]:
     return [p for linear in _mlp_parts(mlp) for p in _linear(linear, group)]
 
 
-def _moe(moe: MoeSpec, *, fused: bool) -> list[Parameter]:
+def _moe(moe: MoeSpec, experts: list[Parameter]) -> list[Parameter]:
     found = _linear(moe.router, Group.ROUTER)
     if moe.router_correction_bias is not None:
-        name, shape = moe.router_correction_bias, (moe.num_experts,)
+        name, shape = moe.router_correction_bias, (1, moe.num_experts)
         found.append(Parameter(name=name, shape=shape, group=Group.ROUTER))
-    found += _fused_experts(moe) if fused else _listed_experts(moe)
+    found += experts
     if moe.shared is not None:
         found += _mlp(moe.shared, Group.MLP)
     if moe.shared_gate is not None:
         found += _linear(moe.shared_gate, Group.MLP)
     return found
+
+
+def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for new, old in renames:
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
 
 
 def _fused_experts(moe: MoeSpec) -> list[Parameter]:
@@ -268,7 +284,7 @@ def _fused_experts(moe: MoeSpec) -> list[Parameter]:
 
 
 def _listed_experts(moe: MoeSpec) -> list[Parameter]:
-    expert = _mlp(moe.expert, Group.EXPERTS)
+    expert = _in_order(_mlp(moe.expert, Group.EXPERTS), moe.v4.expert_registration)
     return [
         Parameter(name=f"{moe.experts_name}.{index}.{p.name}", shape=p.shape, group=p.group)
         for index in range(moe.num_experts)

@@ -20,6 +20,7 @@ __all__ = [
     "LatentAttentionSpec",
     "LayerSpec",
     "Linear",
+    "ListedExperts",
     "MlpSpec",
     "ModelSpec",
     "MoeSpec",
@@ -33,10 +34,15 @@ __all__ = [
 class NormKind(StrEnum):
     """The code of a normalisation, named after the first family that has it.
 
-    RMS: llama's; x to fp32, weight times the result cast back. RMS_GEMMA: (1 + weight) in fp32, cast back last.
-    RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last. LAYER: torch's layer_norm. LAYER_FP32: olmo; layer_norm on an
-    fp32 copy. LAYER_COHERE: mean and variance by hand in fp32, without bias. RMS_TORCH: torch's fused rms_norm.
-    LAYER_1P: nemotron; torch's layer_norm with weight + 1. LAYER_PER_HEAD: stablelm; one layer_norm per head, joined by cat.
+    RMS: llama's; x to fp32, weight times the result cast back.
+    RMS_GEMMA: (1 + weight) in fp32, cast back last.
+    RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last.
+    RMS_TORCH: torch's fused rms_norm.
+    LAYER: torch's layer_norm.
+    LAYER_FP32: olmo; layer_norm on an fp32 copy, without weight.
+    LAYER_COHERE: mean and variance by hand in fp32, without bias.
+    LAYER_1P: nemotron; torch's layer_norm with weight + 1.
+    LAYER_PER_HEAD: stablelm; one layer_norm per head, joined by cat.
     """
 
     RMS = "rms"
@@ -51,7 +57,7 @@ class NormKind(StrEnum):
 
 
 class RotaryKind(StrEnum):
-    """The code of the rotary embedding: HALF llama's rotate_half; INTERLEAVED pairs neighbours in the way of the family."""
+    """Which channels the rotary embedding pairs: HALF those half a head apart, INTERLEAVED neighbours."""
 
     NONE = "none"
     HALF = "half"
@@ -61,9 +67,12 @@ class RotaryKind(StrEnum):
 class ResidualLayout(StrEnum):
     """Where norms and residual additions stand in a layer.
 
-    PRE: x += attn(norm1 x); x += mlp(norm2 x). PARALLEL: x += attn(norm1 x) + mlp(norm1 x). PARALLEL_TWO_NORMS: the mlp has its own
-    norm of the same x (GPT-NeoX, Falcon-40B). SANDWICH: each branch is normed before and after (Gemma 2 and 3, GLM-4).
-    POST: x += norm1(attn x); x += norm2(mlp x) (OLMo 2). POST_LAYER: x = norm1(x + attn x) (OPT-350M).
+    PRE: x += attn(norm1 x); x += mlp(norm2 x).
+    PARALLEL: x += attn(norm1 x) + mlp(norm1 x).
+    PARALLEL_TWO_NORMS: the mlp has its own norm of the same x (GPT-NeoX, Falcon-40B).
+    SANDWICH: each branch is normed before and after (Gemma 2 and 3, GLM-4).
+    POST: x += norm1(attn x); x += norm2(mlp x) (OLMo 2).
+    POST_LAYER: x = norm1(x + attn x) (OPT-350M).
     """
 
     PRE = "pre"
@@ -134,14 +143,20 @@ class AttentionSpec:
     fused: how one matrix is cut: None for separate ones; `chunk` (plain slices along the last axis: views), `per-head`
         (viewed as [heads, 3, head_dim] or by groups, then sliced), `per-group-expanded` (Falcon-40B: viewed as
         [groups, heads per group + 2, head_dim], keys and values then copied to every head).
-    code: the family whose attention runs: `llama` (one of transformers' attention functions; eager softmax in fp32, cast back),
-        `gptj` (the same; eager scores in fp32), `opt` (queries scaled by a product of their own, then the same), `gpt_neo`
-        (eager or flash only, scores in fp32, causal by `where`), `bloom` (eager only: baddbmm onto alibi), `mpt` (eager only,
-        alibi added), `falcon` (own sdpa and eager, without dropout), `gpt_oss` (eager with sinks, or flash 3).
-    rotary_code: the family whose `apply_rotary_pos_emb` runs: `llama`, `olmo` (tables and products in fp32, cast back), `phi3`
-        (part of the head; joined by cat: `rotary_concat`), `cohere` (interleaved, all in fp32), `glm` (interleaved, tables
-        repeated in every layer, cat), `helium` (as glm, without cat), `ernie4_5` (as helium, in fp32), `gptj` (before the transpose; tables repeated
-        for queries and for keys), `gpt_oss` (half tables), `deepseek_v2` (complex numbers), `deepseek_v3` (reordered, then llama's).
+    code: the family whose attention runs:
+        `llama`: one of transformers' attention functions; the eager one has its softmax in fp32, cast back;
+        `gptj`: the same, eager scores in fp32;
+        `opt`: queries scaled by a product of their own, then as llama;
+        `gpt_neo`: eager or flash only, scores in fp32, causal by `where`;
+        `bloom`: eager only, baddbmm onto alibi;
+        `mpt`: eager only, alibi added;
+        `falcon`: its own sdpa and eager, without dropout where there is no alibi;
+        `gpt_oss`: one of the attention functions, sinks joined to the scores by cat in the eager one.
+    rotary_code: the family whose `apply_rotary_pos_emb` runs:
+        `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
+        `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
+        `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
+        `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head.
     """
 
     projections: tuple[Linear, ...]
@@ -176,6 +191,7 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek): low-rank queries where q_a is not None, low-rank keys and values.
 
     kv_a gives [kv_lora_rank + rope_head_dim]; kv_b gives [num_heads x (nope_head_dim + value_head_dim)].
+    rotary_code: `deepseek_v2` (complex numbers in fp32), `deepseek_v3` (even and odd slices, cat) or `llama`.
     """
 
     q: Linear | None
@@ -193,6 +209,7 @@ class LatentAttentionSpec:
     value_head_dim: int
     rotary: RotaryKind
     dropout: float = 0.0
+    rotary_code: str = "deepseek_v3"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,30 +225,48 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ListedExperts:
+    """How transformers 4.x stores the weights of a mixture of experts.
+
+    listed: one module per expert; False where 4.x has fused tensors too (gpt-oss, Granite).
+    renames: beginnings of names, that of transformers 5 and that of 4.x, applied in order, the first match only.
+    registration: order of creation, by names of transformers 5; empty: as in 5.
+    expert_registration: the same inside one expert.
+    """
+
+    listed: bool = True
+    router_is_linear: bool = True
+    renames: tuple[tuple[str, str], ...] = ()
+    registration: tuple[str, ...] = ()
+    expert_registration: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
     """A mixture of experts.
 
-    flavour: the family whose code computes it: `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v2`, `deepseek_v3`, `gpt_oss`, ...
-    expert: one expert as an MlpSpec with names relative to the expert (`gate_proj`, `up_proj`, `down_proj`).
-    experts_name: `mlp.experts`; fused storage is [E, 2I, H] `gate_up_proj` and [E, H, I] `down_proj` below it (transposed in gpt-oss).
+    flavour: the family whose code computes it: `mixtral`, `qwen2_moe`, `deepseek_v3`, `gpt_oss`, ...
+    router_is_linear: an nn.Linear, which all-linear and quantization see; else a parameter of a module of its own.
+    expert: one expert, with names relative to it (`gate_proj`, `up_proj`, `down_proj`).
+    experts_name: `mlp.experts`; fused storage is [E, 2I, H] `gate_up_proj` and [E, H, I] `down_proj` below it.
+    experts_transposed: fused storage is [E, H, 2I] and [E, I, H] (gpt-oss).
+    router_correction_bias: name of a parameter [1, E] that takes no gradient (ERNIE).
+    shared, shared_gate: experts that see every token, as one MLP; the gate scales it by a sigmoid (Qwen 2).
     """
 
     flavour: str
     router: Linear
-    router_is_linear: (
-        bool  # an nn.Linear that all-linear and quantization see; else a plain parameter
-    )
+    router_is_linear: bool
     expert: MlpSpec
     experts_name: str
     num_experts: int
     experts_per_token: int
     expert_bias: bool = False
-    experts_transposed: bool = False  # fused storage is [E, H, 2I] and [E, I, H] (gpt-oss)
+    experts_transposed: bool = False
     shared: MlpSpec | None = None
     shared_gate: Linear | None = None
-    router_correction_bias: str | None = (
-        None  # name of a learned-free buffer-like parameter [E], where it is a parameter
-    )
+    router_correction_bias: str | None = None
+    v4: ListedExperts = ListedExperts()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

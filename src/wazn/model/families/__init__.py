@@ -1,4 +1,4 @@
-"""One module per group of families; `MODULES` says where a `model_type` is read, so that only that module is imported."""
+"""One module per group of families; `MODULES` says where a `model_type` is read, so that only that one is imported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ MODULES = {
             *("smollm3", "stablelm", "starcoder2"),
         ),
         "llama",
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek"),
+    **dict.fromkeys(
+        (
+            *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral"),
+            *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+        ),
+        "moe",
     ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
     **dict.fromkeys(

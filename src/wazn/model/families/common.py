@@ -20,7 +20,10 @@ from wazn.model.spec import (
 )
 
 __all__ = [
+    "FULL",
     "QKVO",
+    "SLIDING",
+    "SPARSE_KINDS",
     "Sizes",
     "decoder",
     "gated_mlp",
@@ -35,6 +38,7 @@ __all__ = [
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+SPARSE_KINDS = ("dense", "sparse")
 
 K = TypeVar("K")
 
@@ -53,7 +57,13 @@ class Sizes:
     tied: bool
 
 
-def sizes(c: Fields, *, intermediate: int | None = None, kv_heads: int | None = None) -> Sizes:
+def sizes(
+    c: Fields,
+    *,
+    intermediate: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> Sizes:
     """Read the sizes; the arguments stand in where a family derives one of them in its own way."""
     hidden, heads = c.count("hidden_size"), c.count("num_attention_heads")
     if kv_heads is None:
@@ -63,7 +73,8 @@ def sizes(c: Fields, *, intermediate: int | None = None, kv_heads: int | None = 
             f"`{c.written('num_attention_heads')}` ({heads}) must be a multiple of "
             f"`{c.written('num_key_value_heads')}` ({kv_heads})"
         )
-    head_dim = c.optional_count("head_dim")
+    if head_dim is None:
+        head_dim = c.optional_count("head_dim")
     if head_dim is None:
         head_dim = hidden // heads
         if hidden % heads:

@@ -24,9 +24,11 @@ from wazn.model.families.common import (
 from wazn.model.fields import Fields
 from wazn.model.spec import (
     AttentionSpec,
+    LatentAttentionSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormKind,
     ResidualLayout,
     RotaryKind,
@@ -186,11 +188,12 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 def pre_norm_layer(
     s: Sizes,
     *,
-    attention: AttentionSpec,
-    mlp: MlpSpec,
+    attention: AttentionSpec | LatentAttentionSpec,
+    mlp: MlpSpec | MoeSpec,
     kind: NormKind = NormKind.RMS,
     bias: bool = False,
     weight: bool = True,
+    order: tuple[str, ...] = LLAMA_ORDER,
     **rest: Any,
 ) -> LayerSpec:
     """x += attention(norm x); x += mlp(norm x), with the names of Llama."""
@@ -199,7 +202,7 @@ def pre_norm_layer(
         mlp=mlp,
         layout=ResidualLayout.PRE,
         norms=norms(LLAMA_NORMS, s.hidden, kind, bias=bias, weight=weight),
-        registration=LLAMA_ORDER,
+        registration=order,
         **rest,
     )
 
