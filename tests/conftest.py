@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import tempfile
+from pathlib import Path
 
 # Set before any test imports a library that reads them once, at import.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="wazn-tests-")
@@ -16,3 +19,27 @@ os.environ.update(
 )
 for _name in ("HF_TOKEN", "HF_ENDPOINT", "WAZN_DEBUG", "FORCE_COLOR", "COLUMNS"):
     os.environ.pop(_name, None)
+
+# The base install has no torch, and must work without: there, the files that import it are left out
+# (`scripts/pythons`). Where torch is installed, as in CI, nothing is.
+_NEEDS_TORCH = re.compile(
+    r"^(import|from) (torch|transformers|peft|bitsandbytes|trl|wazn\.trace|tests\.agreement)\b",
+    re.MULTILINE,
+)
+_HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files that cannot be imported without torch, where there is none."""
+    if _HAS_TORCH or collection_path.suffix != ".py":
+        return None
+    return True if _NEEDS_TORCH.search(collection_path.read_text("utf-8")) else None
+
+
+def pytest_report_header() -> str | None:
+    """Say so, at the top of the run."""
+    return (
+        None
+        if _HAS_TORCH
+        else "without torch: the tests that compare with the real libraries are left out"
+    )
