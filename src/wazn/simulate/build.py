@@ -11,8 +11,9 @@ from wazn.model.spec import AttentionSpec, LayerSpec, Linear, MlpSpec, ModelSpec
 from wazn.recipe import Method, Recipe
 from wazn.simulate.attention import AttentionModule
 from wazn.simulate.blocks import LayerModule
+from wazn.simulate.lora import Adapters, LoraModule
 from wazn.simulate.mlp import MlpModule
-from wazn.simulate.modules import LinearModule, LoraModule, Module, NormModule
+from wazn.simulate.modules import LinearModule, Module, NormModule
 from wazn.simulate.tape import Parameter, Tape
 from wazn.timeline.events import Category
 
@@ -163,10 +164,13 @@ def _linear(spec: Linear, weights: Weights, recipe: Recipe) -> Module:
     return LoraModule(
         spec,
         base,
-        lora_a=lora_a,
-        lora_b=weights[f"{spec.name}.lora_B"],
-        rank=recipe.adapter.rank,
-        probability=recipe.adapter.dropout,
+        Adapters(
+            lora_a=lora_a,
+            lora_b=weights[f"{spec.name}.lora_B"],
+            magnitude=weights.get(f"{spec.name}.lora_magnitude_vector"),
+            rank=recipe.adapter.rank,
+            dropout=recipe.adapter.dropout,
+        ),
     )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "autocast",
     "cat",
     "contiguous",
+    "div",
     "dropout",
     "embedding",
     "expand_copy",
@@ -157,6 +158,29 @@ def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     return tape.record(tape.new(numel, promote(dtype_a, dtype_b)), (a, b), saved, backward)
 
 
+def div(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a / b; the gradient of b needs both."""
+    need_a, need_b = a.requires_grad, b.requires_grad
+    saved = tape.save(a if need_b else None, b if need_a or need_b else None)
+    numel, numel_b = max(a.numel, b.numel), b.numel
+    dtype = promote(a.dtype, b.dtype)
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        for_a = for_b = None
+        if need_b:
+            # -grad * ((self / other) / other), div_tensor_other_backward of FunctionsManual.cpp
+            ratio = tape.new(numel, dtype)
+            over_b = tape.new(numel, dtype)
+            negative = tape.new(numel, gradient.dtype)
+            for_b = tape.new(numel, gradient.dtype)
+            del negative, over_b, ratio
+        if need_a:
+            for_a = tape.new(numel, gradient.dtype)
+        return for_a, for_b
+
+    return tape.record(tape.new(numel, dtype), (a, b), saved, backward)
+
+
 def mul_scalar(tape: Tape, x: Tensor) -> Tensor:
     """x * number; the number counts as saved."""
     saved = tape.save(SCALAR if x.requires_grad else None)
@@ -226,29 +250,31 @@ def linear(
 
     x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features].
     """
+    cast_x, cast_weight = x, weight  # the caller's argument lives until the call returns, as does its cast
     if tape.autocast_dtype is not None:
-        x = autocast(tape, x)
-        weight = autocast(tape, weight)
+        # the last argument is cast first: the compiler evaluates them from the right
         bias = None if bias is None else autocast(tape, bias)
+        cast_weight = autocast(tape, weight)
+        cast_x = autocast(tape, x)
     numel_x, numel_weight = x.numel, weight.numel
-    need_x, need_weight = x.requires_grad, weight.requires_grad
-    saved = tape.save(x if need_weight else None, weight if need_x else None)
-    out = tape.new(numel_x * out_features // (numel_weight // out_features), x.dtype)
+    need_x, need_weight, has_bias = x.requires_grad, weight.requires_grad, bias is not None
+    saved = tape.save(cast_x if need_weight else None, cast_weight if need_x else None)
+    out = tape.new(numel_x * out_features // (numel_weight // out_features), cast_x.dtype)
 
     def backward(gradient: Tensor) -> tuple[Tensor | None, ...]:
         for_x = for_weight = None
         # MmBackward computes mat2 first, AddmmBackward mat1 first: generated in alphabetical order
-        if bias is not None and need_x:
+        if has_bias and need_x:
             for_x = tape.new(numel_x, gradient.dtype)
         if need_weight:
             for_weight = tape.new(numel_weight, gradient.dtype)
-        if bias is None:
+        if not has_bias:
             if need_x:
                 for_x = tape.new(numel_x, gradient.dtype)
             return for_x, for_weight
         return for_x, for_weight, gradient
 
-    inputs = (x, weight) if bias is None else (x, weight, bias)
+    inputs = (cast_x, cast_weight) if bias is None else (cast_x, cast_weight, bias)
     return tape.record(out, inputs, saved, backward)
 
 
@@ -258,9 +284,9 @@ def autocast(tape: Tape, x: Tensor) -> Tensor:
     Source: aten/src/ATen/autocast_mode.cpp, `cached_cast`.
     """
     dtype = tape.autocast_dtype
-    if dtype is None or x.dtype is not FLOAT32:
+    if dtype is None or x.dtype is dtype:
         return x
-    if isinstance(x, Parameter) and x.requires_grad:
+    if isinstance(x, Parameter) and x.requires_grad and x.dtype is FLOAT32:
         cast = tape.cached_cast(x)
         if cast is None:
             cast = to(tape, x, dtype)
@@ -272,7 +298,8 @@ def autocast(tape: Tape, x: Tensor) -> Tensor:
 def matmul(tape: Tape, a: Tensor, b: Tensor, *, numel: int) -> Tensor:
     """bmm of two activations, giving `numel` elements; saves what each gradient needs."""
     if tape.autocast_dtype is not None:
-        a, b = autocast(tape, a), autocast(tape, b)
+        b = autocast(tape, b)
+        a = autocast(tape, a)
     saved = tape.save(a if b.requires_grad else None, b if a.requires_grad else None)
     need_a, need_b = a.requires_grad, b.requires_grad
     numel_a, numel_b = a.numel, b.numel

@@ -1,0 +1,115 @@
+"""The adapters on the tape are peft's layers under fake tensors, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wazn.dtypes import BFLOAT16, FLOAT32, Dtype
+from wazn.model.spec import Linear
+from wazn.simulate.lora import Adapters, LoraModule
+from wazn.simulate.modules import LinearModule
+from wazn.simulate.tape import Tape, Tensor
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+from tests.agreement.compare import DTYPES, assert_agree, run_on_tape  # noqa: E402
+from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
+
+IN, OUT, RANK, TOKENS = 256, 384, 16, (2, 512)
+
+PRECISIONS: dict[str, tuple[str, str, str, str | None]] = {
+    # of the input, of the base, of the adapters, of autocast
+    "fp32 adapters on bf16": ("bfloat16", "bfloat16", "float32", None),
+    "bf16 adapters on bf16": ("bfloat16", "bfloat16", "bfloat16", None),
+    "fp16": ("float16", "float16", "float32", None),
+    "fp32": ("float32", "float32", "float32", None),
+    "bf16 base under autocast": ("bfloat16", "bfloat16", "float32", "bfloat16"),
+    "bf16 base under autocast, bf16 adapters": ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+    "bf16 base under autocast, fp32 input": ("float32", "bfloat16", "float32", "bfloat16"),
+    "fp32 base under autocast": ("float32", "float32", "float32", "bfloat16"),
+    "fp16 base under fp16 autocast": ("float16", "float16", "float32", "float16"),
+}
+
+
+def peft_layer(
+    base: str, adapter: str, *, dropout: float, dora: bool, bias: bool, conv1d: bool = False
+) -> Any:
+    from peft.tuners.lora.layer import Linear as LoraLinear
+    from transformers.pytorch_utils import Conv1D
+
+    config = peft.LoraConfig(r=RANK, lora_dropout=dropout, use_dora=dora, fan_in_fan_out=conv1d)
+    with torch.device("meta"):
+        inner = Conv1D(OUT, IN) if conv1d else torch.nn.Linear(IN, OUT, bias=bias)
+        inner = inner.to(getattr(torch, base))
+        layer = LoraLinear(
+            inner,
+            "default",
+            config=config,
+            r=RANK,
+            lora_alpha=RANK,
+            is_target_conv_1d_layer=conv1d,
+        )
+    for name, parameter in layer.named_parameters():
+        is_adapter = "lora_" in name
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            parameter.data = parameter.data.to(getattr(torch, adapter))
+    return layer
+
+
+def tape_layer(tape: Tape, base: Dtype, adapter: Dtype, **options: Any) -> LoraModule:
+    def parameter(name: str, numel: int, dtype: Dtype, *, trained: bool) -> Any:
+        return tape.parameter(name=name, numel=numel, dtype=dtype, requires_grad=trained)
+
+    spec = Linear(name="q_proj", in_features=IN, out_features=OUT, bias=options["bias"])
+    weight = parameter("weight", IN * OUT, base, trained=False)
+    bias = parameter("bias", OUT, base, trained=False) if options["bias"] else None
+    adapters = Adapters(
+        lora_a=parameter("lora_A", RANK * IN, adapter, trained=True),
+        lora_b=parameter("lora_B", RANK * OUT, adapter, trained=True),
+        magnitude=parameter("m", OUT, adapter, trained=True) if options["dora"] else None,
+        rank=RANK,
+        dropout=options["dropout"],
+    )
+    return LoraModule(spec, LinearModule(spec, weight, bias), adapters)
+
+
+def call(tape: Tape, module: LoraModule, x: Tensor) -> Tensor:
+    return module(tape, x)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_lora_linear(
+    name: str, dora: bool, dropout: float, bias: bool, requires_grad: bool
+) -> None:
+    """peft's lora.Linear saves, casts and frees what the tape's module does, in every mixture of types."""
+    x, base, adapter, autocast = PRECISIONS[name]
+    spec = Spec((*TOKENS, IN), x, requires_grad=requires_grad)
+    options = {"dropout": dropout, "dora": dora, "bias": bias}
+    real = measure_op(peft_layer(base, adapter, **options), spec, autocast=autocast)
+    tape = run_on_tape(
+        call,
+        spec,
+        autocast=None if autocast is None else DTYPES[autocast],
+        prepare=lambda tape: tape_layer(tape, DTYPES[base], DTYPES[adapter], **options),
+    )
+    assert_agree(real, tape)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_conv1d(dora: bool) -> None:
+    """On GPT-2's Conv1D the adapter holds what it holds on a linear with a bias."""
+    spec = Spec((*TOKENS, IN), "bfloat16", requires_grad=True)
+    options = {"dropout": 0.0, "dora": dora, "bias": True}
+    real = measure_op(peft_layer("bfloat16", "float32", **options, conv1d=True), spec)
+    tape = run_on_tape(
+        call, spec, prepare=lambda tape: tape_layer(tape, BFLOAT16, FLOAT32, **options)
+    )
+    assert_agree(real, tape)
