@@ -122,7 +122,9 @@ def _torch_dropout(
 
 def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A tensor that moves between host and device is copied; here both have one device type."""
-    device = kwargs.get("device", next((i for i in args if isinstance(i, str | torch.device)), None))
+    device = kwargs.get(
+        "device", next((i for i in args if isinstance(i, str | torch.device)), None)
+    )
     is_on_host = habits.tracker.is_on_host(tensor)
     if device is None or is_on_host == (device == "cpu" and isinstance(device, str)):
         return func(tensor, *args, **kwargs)

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 
-from wazn.units import ceil_div, round_up
+from wazn.units import KIB, MIB, ceil_div, round_up
 
-__all__ = ["NO_WORKSPACE", "Workspace", "workspace_of"]
+__all__ = [
+    "NO_WORKSPACE",
+    "Workspace",
+    "cublas_workspace_bytes",
+    "flash_backward",
+    "flash_varlen_backward",
+    "workspace_of",
+]
 
 _FP32_BYTES = 4
 _INT64_BYTES = 8
@@ -46,40 +53,58 @@ def workspace_of(
     return rule({**named, **kwargs}, capability)
 
 
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the workspace that PyTorch gives each cuBLAS handle: 8.125 MiB, 32 MiB on Hopper and Blackwell.
+
+    Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    return 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
+
+
 def _copy_unless_contiguous(name: str, tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
     if tensor.is_contiguous():
         return ()
     return ((name, tensor.numel() * tensor.element_size()),)
 
 
-def flash_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, out: torch.Tensor
-) -> Workspace:
-    """Return the buffers of FlashAttention-2's dense backward; every tensor is [B, S, H, D].
+def flash_backward(query: torch.Tensor, key: torch.Tensor) -> Workspace:
+    """Return the buffers of FlashAttention-2's dense backward; tensors are [B, S, H, D].
 
-    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (the same code as in the
-    package flash-attn) and `_flash_attention_backward` in ../attention_backward.cu, which makes grad_out and out contiguous.
+    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, the same code as in flash-attn.
     """
     batch, queries, heads, head_dim = query.shape
-    keys, key_heads = key.shape[1], key.shape[2]
-    rounded_queries = round_up(queries, 128)
+    rows = batch * round_up(queries, 128)
+    return _flash_buffers(key, rows=rows, heads=heads, head_dim=head_dim)
+
+
+def flash_varlen_backward(
+    query: torch.Tensor, key: torch.Tensor, *, num_sequences: int
+) -> Workspace:
+    """Return the buffers for sequences laid end to end; tensors are [T, H, D]. Source: `mha_varlen_bwd`, ibidem."""
+    tokens, heads, head_dim = query.shape
+    return _flash_buffers(key, rows=tokens + 128 * num_sequences, heads=heads, head_dim=head_dim)
+
+
+def _flash_buffers(key: torch.Tensor, *, rows: int, heads: int, head_dim: int) -> Workspace:
     rounded_dim = round_up(head_dim, 32 if head_dim <= 128 else 64)
-    after = [
-        ("softmax_d", batch * heads * rounded_queries * _FP32_BYTES),
-        ("dq_accum", batch * rounded_queries * heads * rounded_dim * _FP32_BYTES),
+    buffers = [
+        ("softmax_d", heads * rows * _FP32_BYTES),
+        ("dq_accum", rows * heads * rounded_dim * _FP32_BYTES),
     ]
-    if key_heads != heads:
-        expanded_bytes = batch * keys * heads * head_dim * query.element_size()
-        after += [("dk_expanded", expanded_bytes), ("dv_expanded", expanded_bytes)]
-    return Workspace(
-        before=_copy_unless_contiguous("grad_out", grad_out) + _copy_unless_contiguous("out", out),
-        after=tuple(after),
-    )
+    key_heads = key.shape[-2]
+    if key_heads != heads:  # grouped heads: one gradient per query head, summed at the end
+        expanded_bytes = key.numel() // key_heads * heads * key.element_size()
+        buffers += [("dk_expanded", expanded_bytes), ("dv_expanded", expanded_bytes)]
+    return Workspace(after=tuple(buffers))
 
 
 def _sdpa_flash_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
-    names = ("grad_out", "query", "key", "out")
-    return flash_backward(*(named[name].transpose(1, 2) for name in names))
+    """`_flash_attention_backward` in attention_backward.cu makes the gradient and the output contiguous first."""
+    grad_out, query, key, out = (
+        named[name].transpose(1, 2) for name in ("grad_out", "query", "key", "out")
+    )
+    copies = _copy_unless_contiguous("grad_out", grad_out) + _copy_unless_contiguous("out", out)
+    return Workspace(before=copies, after=flash_backward(query, key).after)
 
 
 def _efficient_forward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
@@ -148,9 +173,67 @@ def _efficient_tile(
     return 128, 64, False
 
 
+def _safe_softmax(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """Find rows that are masked out entirely. Source: `_safe_softmax` in transformers/attention.cpp."""
+    scores: torch.Tensor = named["self"]
+    rows = scores.numel() // scores.shape[named["dim"]]
+    zero_bytes = scores.element_size()
+    return Workspace(
+        after=(("masked", scores.numel()), ("masked rows", rows), ("zero", zero_bytes))
+    )
+
+
+_MOST_TOKENS_WITHOUT_SORTING = 3072
+_ROWS_PER_THREAD = 10
+
+
+def _embedding_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """Sum the gradients of equal tokens in fp32, by segments of the sorted tokens.
+
+    Source: `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and
+    `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu; its buffers have a size for the worst case. The sort's own
+    scratch memory, freed before the large buffer is allocated, is left out.
+    """
+    grad, indices = named["grad_output"], named["indices"]
+    tokens, width = indices.numel(), grad.shape[-1]
+    before = _copy_unless_contiguous("grad", grad)
+    if tokens <= _MOST_TOKENS_WITHOUT_SORTING:
+        return Workspace(before=before)
+    index_bytes = tokens * indices.element_size()
+    segments = min(tokens, named["num_weights"])
+    partial_segments = tokens // _ROWS_PER_THREAD + segments
+    segment_bytes = segments * indices.element_size()
+    return Workspace(
+        before=(*before, ("sorted tokens", index_bytes), ("original positions", index_bytes)),
+        after=(
+            ("segment offsets", index_bytes),
+            ("number of segments", _INT64_BYTES),
+            ("partials per segment", segment_bytes),
+            ("partials per segment, offsets", segment_bytes),
+            ("number of partials", _INT64_BYTES),
+            ("partial offsets", partial_segments * indices.element_size()),
+            ("partial sums", partial_segments * width * max(_FP32_BYTES, grad.element_size())),
+        ),
+    )
+
+
+_CHUNK_ELEMENTS = 65536
+
+
+def _foreach_norm(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """One number per chunk and tensor. Source: `foreach_tensor_norm_cuda` in cuda/ForeachReduceOp.cu."""
+    tensors: list[torch.Tensor] = named["self"]
+    chunks = max(ceil_div(tensor.numel(), _CHUNK_ELEMENTS) for tensor in tensors)
+    number_bytes = max(_FP32_BYTES, tensors[0].element_size())
+    return Workspace(before=(("norms of chunks", len(tensors) * chunks * number_bytes),))
+
+
 _ATEN = torch.ops.aten
 _RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
     _ATEN._scaled_dot_product_efficient_attention.default: _efficient_forward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _ATEN._safe_softmax.default: _safe_softmax,
+    _ATEN.embedding_dense_backward.default: _embedding_backward,
+    _ATEN._foreach_norm.Scalar: _foreach_norm,
 }

@@ -10,17 +10,20 @@ None after the optimizer's step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from wazn.errors import InputError, Unsupported
 from wazn.timeline.events import Category, Phase
+from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, rounded_bytes, tensors_in
 from wazn.trace.world import World
+from wazn.units import GIB
 
 __all__ = ["Recipe", "Rehearsal", "build_model", "rehearse"]
 
@@ -55,6 +58,7 @@ class Recipe:
     num_steps: int = 2
     num_layers: int | None = None
     capability: tuple[int, int] = (8, 0)
+    matmul_workspaces: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +112,12 @@ def _signed_rounded(num_bytes: int) -> int:
 
 def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
     """Run `recipe.num_steps` optimizer steps of the model that `config` (a config.json) describes."""
-    model = build_model(config, recipe)
-    with World(capability=recipe.capability) as world:
+    with flash_attn_stand_in():
+        model = build_model(config, recipe)
+    with (
+        flash_attn_stand_in(),
+        World(capability=recipe.capability, matmul_workspaces=recipe.matmul_workspaces) as world,
+    ):
         tracker = world.tracker
         tracker.phase = Phase.LOAD
         world.materialise(model)
@@ -279,7 +287,9 @@ class _Loop:
         return {name: torch.empty(shape, dtype=torch.int64, device=DEVICE) for name in names}
 
     def _name(self, values: Any, category: Category) -> None:
-        for tensor in tensors_in(list(values.values()) if isinstance(values, dict) else list(values)):
+        for tensor in tensors_in(
+            list(values.values()) if isinstance(values, dict) else list(values)
+        ):
             block_id = self.tracker.block_id(tensor)
             if block_id is not None:
                 self.categories.setdefault(block_id, category)
@@ -302,3 +312,58 @@ def _phase(tracker: StorageTracker, phase: Phase) -> Iterator[None]:
         yield
     finally:
         tracker.phase = before
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Rehearse from the command line: peaks by phase, and every event on request. A tool for developers."""
+    import argparse
+    import json
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(prog="python -m wazn.trace.step", description=main.__doc__)
+    parser.add_argument("config", type=Path, help="a config.json")
+    parser.add_argument("--layers", type=int, dest="num_layers", help="cut the model to so many")
+    parser.add_argument("--events", action="store_true", help="print every allocation and free")
+    for item in fields(Recipe):
+        if item.name in ("num_layers", "capability", "targets"):
+            continue
+        option = "--" + item.name.replace("_", "-")
+        if isinstance(item.default, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=item.default)
+        else:
+            kind = type(item.default) if item.default is not None else str
+            parser.add_argument(option, type=kind, default=item.default)
+    parser.add_argument("--targets", default="all-linear", help="or attention, or q_proj,v_proj")
+    parser.add_argument("--capability", default="8.0")
+    given = vars(parser.parse_args(arguments))
+    config = json.loads(given.pop("config").read_text())
+    wants_events = given.pop("events")
+    targets = given["targets"]
+    given["targets"] = tuple(targets.split(",")) if "," in targets or "_" in targets else targets
+    given["capability"] = tuple(int(part) for part in given["capability"].split("."))
+    if given["max_grad_norm"] is not None:
+        given["max_grad_norm"] = float(given["max_grad_norm"]) or None
+    rehearsal = rehearse(config, Recipe(**given))
+    write = sys.stdout.write
+    if wants_events:
+        for line in _event_lines(rehearsal):
+            write(line + "\n")
+    for (step, phase), peak_bytes in rehearsal.peaks().items():
+        write(f"step {step} {phase:18} peak {peak_bytes:>15,} {peak_bytes / GIB:9.3f} GiB\n")
+    for name, num_bytes in rehearsal.breakdown_at_peak().items():
+        write(f"at the peak: {name:28} {num_bytes:>15,} {num_bytes / GIB:9.3f} GiB\n")
+
+
+def _event_lines(rehearsal: Rehearsal) -> Iterator[str]:
+    current_bytes = 0
+    for event in rehearsal.events:
+        current_bytes += _signed_rounded(event.num_bytes)
+        category = rehearsal.categories.get(event.block_id, "")
+        yield (
+            f"{event.step} {event.phase:18} block {event.block_id:<6} {event.num_bytes:>+14} "
+            f"-> {current_bytes:>14} {event.op} {list(event.shape)} {event.dtype} {category}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from wazn.units import round_up
 
-__all__ = ["DEVICE", "ROUNDING_BYTES", "StorageEvent", "StorageTracker", "rounded_bytes", "tensors_in"]
+__all__ = [
+    "DEVICE",
+    "ROUNDING_BYTES",
+    "StorageEvent",
+    "StorageTracker",
+    "rounded_bytes",
+    "tensors_in",
+]
 
 DEVICE = torch.device("cpu")  # stands for the accelerator; the text "cpu" stands for the host
 ROUNDING_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
@@ -83,7 +90,9 @@ class StorageTracker(TorchDispatchMode):
         self.phase = ""
         self.step = 0
         self.module = ""
-        self.destination: str | None = None  # `host` or `device` while a result is known to go there
+        self.destination: str | None = (
+            None  # `host` or `device` while a result is known to go there
+        )
         self._run_operation = run_operation
         self._alive: dict[int, _Block] = {}
         self._ids: dict[int, int] = {}  # address of a live storage -> its block

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wazn.trace import kernels
 from wazn.trace.autocast import cuda_autocast
 from wazn.trace.habits import Habits
+from wazn.trace.libraries import real_to_transformers
 from wazn.trace.tracker import DEVICE, StorageTracker
 
 __all__ = ["World"]
@@ -41,11 +42,14 @@ class World:
 
     Args:
         capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
+        matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's workspace.
     """
 
-    def __init__(self, *, capability: tuple[int, int] = _AMPERE) -> None:
+    def __init__(
+        self, *, capability: tuple[int, int] = _AMPERE, matmul_workspaces: bool = False
+    ) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.tracker = StorageTracker(_Engine(capability))
+        self.tracker = StorageTracker(_Engine(capability, matmul_workspaces=matmul_workspaces))
         self.capability = capability
         self._stack = ExitStack()
 
@@ -53,6 +57,7 @@ class World:
         self._stack.enter_context(self.fake_mode)
         self._stack.enter_context(self.tracker)
         self._stack.enter_context(cuda_autocast())
+        self._stack.enter_context(real_to_transformers())
         habits = Habits(self.tracker, capability=self.capability)
         self._stack.enter_context(habits.through_backward())
         self._stack.enter_context(habits)
@@ -91,9 +96,10 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 class _Engine:
     """Runs one operation as it would run on CUDA with real tensors."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], *, matmul_workspaces: bool) -> None:
         self._capability = capability
         self._previous: Any = None
+        self._threads_without_workspace = {"forward", "backward"} if matmul_workspaces else set()
 
     def __call__(
         self, tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,25 +107,79 @@ class _Engine:
         previous, self._previous = self._previous, func
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(tracker, args[0])
+        in_place = _IN_PLACE.get(func)
+        if in_place is not None and _fills_zeros_in_place(previous):
+            in_place(*args, **kwargs)
+            return args[0]
         if func is torch.ops.aten.add.Tensor and _accumulates_in_place(previous, args, kwargs):
             torch.ops.aten.add_.Tensor(*args)
             return args[0]
+        if self._threads_without_workspace and func in _MATMULS:
+            self._first_matmul(tracker)
         workspace = kernels.workspace_of(func, args, kwargs, self._capability)
         if workspace is kernels.NO_WORKSPACE:
-            return func(*args, **kwargs)
+            return _as_on_cuda(tracker, func, args, func(*args, **kwargs))
         held = [tracker.take(size, op=f"{func}: {name}") for name, size in workspace.before]
-        result = func(*args, **kwargs)
+        result = _as_on_cuda(tracker, func, args, func(*args, **kwargs))
         tracker.observe(result, op=str(func))
         held += [tracker.take(size, op=f"{func}: {name}") for name, size in workspace.after]
         for block_id in reversed(held):
             tracker.give_back(block_id)
         return result
 
+    def _first_matmul(self, tracker: StorageTracker) -> None:
+        """cuBLAS gets one workspace per handle and stream for good; backward has a thread, thus a handle, of its own."""
+        thread = "forward" if torch._C._current_autograd_node() is None else "backward"
+        if thread in self._threads_without_workspace:
+            self._threads_without_workspace.remove(thread)
+            size = kernels.cublas_workspace_bytes(self._capability)
+            tracker.take(size, op=f"cublas workspace: {thread}")
+
+
+_MATMULS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+_IN_PLACE = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_ZEROS = ("aten.new_zeros", "aten.zeros")
+
+
+def _fills_zeros_in_place(previous: Any) -> bool:
+    """Say whether a backward formula now fills the zeros that it made one operation ago.
+
+    With real tensors it fills them in place; for tensor subclasses the formula takes the out-of-place operation ("for composite
+    compliance"): `value_selecting_reduction_backward`, `index_backward` and `gather_backward` in
+    torch/csrc/autograd/FunctionsManual.cpp and aten/src/ATen/native.
+    """
+    return str(previous).startswith(_ZEROS) and torch._C._current_autograd_node() is not None
+
+
+def _as_on_cuda(tracker: StorageTracker, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Put right what a result has of the CPU."""
+    if func is torch.ops.aten.native_layer_norm.default and args[0].element_size() == 2:
+        # statistics in fp32: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `toAccumulateType`
+        out, mean, rstd = result
+        return out, mean.to(torch.float32), rstd.to(torch.float32)
+    if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+        # seed and offset on the host: Note [Seed and Offset Device] in transformers/cuda/attention.cu
+        tracker.keep_on_host(result[2:])
+    return result
+
 
 def _answer(tracker: StorageTracker, tensor: torch.Tensor) -> bool | int | float:
-    """Answer `.item()`: what a healthy run would see. Truth for `all()`, no NaN, one for a number."""
+    """Answer `.item()` as a healthy run would: `all()` holds, `any()` and other conditions do not; one for a number.
+
+    `all()`, or `sum() == numel()`, is asked of masks (nothing is padded); the rest asks for NaN, infinity, packed sequences.
+    """
     if tensor.dtype is torch.bool:
-        return not tracker.maker(tensor).startswith(_NEVER_IN_A_HEALTHY_RUN)
+        return tracker.maker(tensor).startswith(("aten.all.", "aten.eq.Scalar"))
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
