@@ -143,6 +143,8 @@ class Recipe:
 
     B = micro_batch samples of S = seq_len tokens, all of them full, `grad_accum` micro-batches per optimizer step.
     `stack` names the training stack whose habits the other fields follow, such as `hf@5.24`.
+    inputs_require_grad: the embedding's output is made to require a gradient (`enable_input_require_grads`): reentrant
+    checkpointing of a frozen base needs it.
     """
 
     method: Method
@@ -164,6 +166,7 @@ class Recipe:
     zero_grad_set_to_none: bool = True
     keep_outputs: bool = False
     fused_experts: bool = True
+    inputs_require_grad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "seq_len", "grad_accum", "checkpoint_every"):

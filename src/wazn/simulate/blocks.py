@@ -16,9 +16,9 @@ Branch = Callable[[Context, Tensor], Tensor]
 
 
 class LayerModule:
-    """One decoder layer."""
+    """One decoder layer; `checkpointed` says whether backward runs it again."""
 
-    __slots__ = ("attention", "index", "mlp", "norms", "spec")
+    __slots__ = ("attention", "checkpointed", "index", "mlp", "norms", "spec")
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class LayerModule:
         self.attention = attention
         self.mlp = mlp
         self.norms = norms
+        self.checkpointed = False
 
     def __call__(self, context: Context, x: Tensor) -> Tensor:
         """x: [B, S, H]; returns [B, S, H]."""

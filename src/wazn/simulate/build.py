@@ -126,9 +126,7 @@ def _linears(layer: LayerSpec) -> Sequence[Linear]:
     return (*attention.projections, attention.output, *gate, mlp.up, mlp.down)
 
 
-def _layer_module(
-    layer: LayerSpec, index: int, weights: Weights, recipe: Recipe
-) -> LayerModule:
+def _layer_module(layer: LayerSpec, index: int, weights: Weights, recipe: Recipe) -> LayerModule:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, AttentionSpec)
     assert isinstance(mlp, MlpSpec)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from wazn.dtypes import FLOAT32, INT64
-from wazn.recipe import Checkpointing, Recipe
+from wazn.recipe import Recipe
 from wazn.simulate.build import LoadedModel
+from wazn.simulate.checkpointing import run_layers
 from wazn.simulate.context import Context
 from wazn.simulate.ops import embedding, to
 from wazn.simulate.tape import Tape, Tensor
@@ -21,19 +20,12 @@ def hidden_states(
     spec = model.spec
     tape.label = spec.embedding.name
     x = embedding(tape, model.embedding, input_ids, size=spec.embedding.size)
+    if recipe.inputs_require_grad and not x.requires_grad:
+        x = tape.leaf(x)
     position_ids = tape.new(context.seq_len, INT64)
     if spec.rotary_dim:
         context.cos, context.sin = _rotary_tables(tape, x, context.seq_len, spec.rotary_dim)
-    for layer in model.layers:
-        tape.enter_layer(layer.index)
-        call: Callable[[Tensor], Tensor] = lambda x, layer=layer: layer(context, x)  # type: ignore[misc]  # noqa: E731
-        if recipe.checkpointing is Checkpointing.NONE:
-            x = call(x)
-        elif recipe.checkpointing is Checkpointing.FULL:
-            x = tape.checkpoint(call, x)
-        else:
-            x = tape.checkpoint_reentrant(call, x)
-    tape.enter_layer(None)
+    x = run_layers(tape, model.layers, recipe, context, x)
     del position_ids
     if model.final_norm is not None:
         x = model.final_norm(tape, x)

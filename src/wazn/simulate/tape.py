@@ -207,6 +207,7 @@ class Tape:
     """Records allocations, builds the graph, runs it backward.
 
     accumulate_in_place: as on a GPU; False as PyTorch does with fake tensors, to compare with a rehearsal.
+    copies: how many layers of the whole model a layer that is run stands for, where that is not one.
     """
 
     def __init__(self, *, accumulate_in_place: bool = True) -> None:
@@ -219,6 +220,7 @@ class Tape:
         self.category = Category.TEMPORARY
         self.layer: int | None = None
         self.phase = Phase.LOAD
+        self.copies: dict[int | None, int] = {}
         self._autocast_cache: dict[int, Tensor] | None = None
         self._packing: _Frame | None = None
         self._recomputing: _Frame | None = None
@@ -265,6 +267,18 @@ class Tape:
         first_id = self._pass * PASS + (0 if layer is None else layer + 1) * LAYER
         self._next_id = self._next_ids.get(layer, first_id)
 
+    def cut(self) -> list[Segment]:
+        """Return what was recorded since the last cut, without empty segments, and begin a new pass."""
+        segments = [segment for segment in self.segments if segment.sizes]
+        self.segments = []
+        self.enter(self.phase)
+        return segments
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes have begun."""
+        return self._pass
+
     def finish(self) -> list[Segment]:
         """Stop recording and return what was recorded, without empty segments."""
         segments = [segment for segment in self.segments if segment.sizes]
@@ -306,6 +320,12 @@ class Tape:
         storage = Storage(self, num_bytes, self.tag(category, name))
         return Parameter(
             storage, numel, dtype, name=name, layer=self.layer, requires_grad=requires_grad
+        )
+
+    def leaf(self, x: Tensor) -> Parameter:
+        """Make a tensor without history require a gradient, which it then keeps (`requires_grad_(True)`)."""
+        return Parameter(
+            x.storage, x.numel, x.dtype, name=self.label, layer=self.layer, requires_grad=True
         )
 
     # -- recording ops

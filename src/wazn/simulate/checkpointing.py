@@ -1,0 +1,37 @@
+"""Run the layers, and throw activations away where the recipe says so."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from wazn.errors import Unsupported
+from wazn.recipe import Checkpointing, Recipe
+from wazn.simulate.blocks import LayerModule
+from wazn.simulate.context import Context
+from wazn.simulate.tape import Tape, Tensor
+
+__all__ = ["is_checkpointed", "run_layers"]
+
+
+def is_checkpointed(recipe: Recipe, index: int) -> bool:
+    """Say whether the layer with this index (in the whole model) is run again in backward."""
+    if recipe.checkpointing is Checkpointing.EVERY_N:
+        return index % recipe.checkpoint_every == 0
+    return recipe.checkpointing in (Checkpointing.FULL, Checkpointing.FULL_REENTRANT)
+
+
+def run_layers(
+    tape: Tape, layers: tuple[LayerModule, ...], recipe: Recipe, context: Context, x: Tensor
+) -> Tensor:
+    """x: [B, S, H]; returns the same, out of the last layer, and leaves the tape outside the layers."""
+    for layer in layers:
+        tape.enter_layer(layer.index)
+        call = partial(layer, context)
+        if not layer.checkpointed:
+            x = call(x)
+        elif recipe.checkpointing is Checkpointing.FULL_REENTRANT:
+            x = tape.checkpoint_reentrant(call, x)
+        else:
+            x = tape.checkpoint(call, x)
+    tape.enter_layer(None)
+    return x

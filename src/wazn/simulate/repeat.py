@@ -1,0 +1,225 @@
+"""Equal layers are run three times, not a hundred times.
+
+A stack of layers is: a prefix, a block of `period` layers that is repeated, a suffix. Only the first, one middle and the last
+repetition of the block are run. The middle one's events, with the identities of its blocks moved up or down by whole layers, are
+what all the others do. The result is exact, not an extrapolation: tests compare it with a run of every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from wazn.timeline.events import LAYER, PASS, Part, Segment
+
+__all__ = ["LayerPlan", "NotRepeatable", "expand", "plan_layers"]
+
+_LAYER_FIELD = PASS // LAYER - 1
+_LONGEST_PERIOD = 16
+
+
+class NotRepeatable(Exception):
+    """A middle repetition touches what only the first or last one has; run every layer instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """Which layers are run: `prefix` layers, three repetitions of `period` layers, the rest.
+
+    `num_repetitions` counts them in the whole model; 3 or fewer means that every layer is run.
+    """
+
+    num_layers: int
+    prefix: int = 0
+    period: int = 1
+    num_repetitions: int = 0
+
+    @property
+    def skipped(self) -> int:
+        """How many layers are not run."""
+        return max(0, self.num_repetitions - 3) * self.period
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        """The indices, in the whole model, of the layers that are run."""
+        cut = self.prefix + 2 * self.period
+        if not self.skipped:
+            return tuple(range(self.num_layers))
+        return (*range(cut), *range(cut + self.skipped, self.num_layers))
+
+    @property
+    def copies(self) -> dict[int | None, int]:
+        """How many layers each layer of the middle repetition stands for."""
+        first = self.prefix + self.period
+        times = max(1, self.num_repetitions - 2)
+        return dict.fromkeys(range(first, first + self.period), times) if self.skipped else {}
+
+
+def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
+    """Return the plan that runs the fewest layers; equal kinds are layers that do the same.
+
+    >>> plan_layers("dmmmmmmmm").run
+    (0, 1, 2, 8)
+    """
+    num_layers = len(kinds)
+    best = LayerPlan(num_layers=num_layers)
+    for period in range(1, min(_LONGEST_PERIOD, num_layers // 4) + 1):
+        start = 0
+        for index in range(num_layers - period + 1):
+            if index < num_layers - period and kinds[index] == kinds[index + period]:
+                continue
+            repetitions = (index + period - start) // period
+            if (repetitions - 3) * period > best.skipped:
+                best = LayerPlan(
+                    num_layers=num_layers,
+                    prefix=start,
+                    period=period,
+                    num_repetitions=repetitions,
+                )
+            start = index + 1
+        if best.skipped == num_layers - 3 * period:
+            break
+    return best
+
+
+def expand(segments: Sequence[Segment], plan: LayerPlan) -> list[Part]:
+    """Return the parts of the whole model, given the segments of the layers that were run.
+
+    Raises: NotRepeatable.
+    """
+    if not plan.skipped:
+        return [Part(segments=(segment,)) for segment in segments]
+    return _Expansion(segments, plan).parts()
+
+
+class _Expansion:
+    def __init__(self, segments: Sequence[Segment], plan: LayerPlan) -> None:
+        self.segments = segments
+        self.first_middle = plan.prefix + plan.period
+        self.first_last = plan.prefix + 2 * plan.period
+        self.times = plan.num_repetitions - 2
+        self.block = plan.period * LAYER
+        self.up = plan.skipped * LAYER
+        self.skipped = plan.skipped
+        self.sizes = {
+            block_id: size
+            for segment in segments
+            for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
+            if size > 0
+        }
+
+    def parts(self) -> list[Part]:
+        parts: list[Part] = []
+        middle: list[Segment] = []
+        before: int | None = None  # the layer that came before the middle
+        for segment in self.segments:
+            layer = segment.layer
+            if layer is not None and self.first_middle <= layer < self.first_last:
+                middle.append(segment)
+                continue
+            if middle:
+                parts.append(self._repeat(middle, before))
+                middle = []
+            parts.append(Part(segments=(self._once(segment),)))
+            before = layer
+        if middle:
+            parts.append(self._repeat(middle, before))
+        return parts
+
+    def _repeat(self, middle: list[Segment], before: int | None) -> Part:
+        downward = before is not None and before >= self.first_last
+        base = self.up if downward else 0
+        for segment in middle:
+            for block_id, size in zip(segment.block_ids, segment.sizes, strict=True):
+                if size < 0:
+                    self._check(block_id)
+        return Part(
+            segments=tuple(
+                Segment(
+                    phase=segment.phase,
+                    step=segment.step,
+                    layer=_moved(segment.layer, base // LAYER),
+                    block_ids=[block_id + base for block_id in segment.block_ids],
+                    sizes=segment.sizes,
+                    tags=segment.tags,
+                )
+                for segment in middle
+            ),
+            times=self.times,
+            shift=-self.block if downward else self.block,
+        )
+
+    def _check(self, block_id: int) -> None:
+        """A block of a neighbour must have its like, in the same place, in the middle."""
+        layer = _layer_of(block_id)
+        if self.first_middle <= layer < self.first_last:
+            return
+        if self.first_middle - self.block // LAYER <= layer < self.first_middle:
+            like = block_id + self.block
+        elif self.first_last <= layer < self.first_last + self.block // LAYER:
+            like = block_id - self.block
+        else:
+            raise NotRepeatable
+        if self.sizes.get(like) != self.sizes[block_id]:
+            raise NotRepeatable
+
+    def _once(self, segment: Segment) -> Segment:
+        layer = segment.layer
+        if layer is not None and layer < self.first_middle:
+            return segment if self._touches_only_low(segment) else self._moved_once(segment, 0)
+        if layer is None:
+            return self._outside(segment)
+        return self._moved_once(segment, self.up)
+
+    def _touches_only_low(self, segment: Segment) -> bool:
+        return all(_layer_of(block_id) < self.first_last for block_id in segment.block_ids)
+
+    def _moved_once(self, segment: Segment, middle_moves: int) -> Segment:
+        """Blocks of the last layers move up; blocks of the middle move where the neighbour stands."""
+        block_ids = []
+        for block_id in segment.block_ids:
+            layer = _layer_of(block_id)
+            if layer >= self.first_last:
+                block_id += self.up
+            elif layer >= self.first_middle:
+                block_id += middle_moves
+            block_ids.append(block_id)
+        return Segment(
+            phase=segment.phase,
+            step=segment.step,
+            layer=_moved(segment.layer, middle_moves // LAYER),
+            block_ids=block_ids,
+            sizes=segment.sizes,
+            tags=segment.tags,
+        )
+
+    def _outside(self, segment: Segment) -> Segment:
+        """What happens to a block of the middle from outside the layers happens to all its repetitions."""
+        block_ids: list[int] = []
+        sizes: list[int] = []
+        tags = []
+        for block_id, size, tag in zip(segment.block_ids, segment.sizes, segment.tags, strict=True):
+            layer = _layer_of(block_id)
+            copies = self.times if self.first_middle <= layer < self.first_last else 1
+            start = block_id + self.up if layer >= self.first_last else block_id
+            for copy in range(copies):
+                block_ids.append(start + copy * self.block)
+                sizes.append(size)
+                tags.append(tag)
+        return Segment(
+            phase=segment.phase,
+            step=segment.step,
+            layer=None,
+            block_ids=block_ids,
+            sizes=sizes,
+            tags=tags,
+        )
+
+
+def _layer_of(block_id: int) -> int:
+    """The layer in an identity, -1 outside the layers."""
+    return (block_id // LAYER & _LAYER_FIELD) - 1
+
+
+def _moved(layer: int | None, by: int) -> int | None:
+    return None if layer is None else layer + by
