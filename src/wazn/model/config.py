@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from wazn.errors import InputError, Unsupported
-from wazn.model.families import MODULES
+from wazn.model.families import MODULES, NEAREST
 from wazn.model.fields import Fields
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
@@ -21,6 +21,7 @@ __all__ = ["LARGEST_FILE_BYTES", "parse_config", "read_config", "supported_famil
 
 LARGEST_FILE_BYTES = 2 * 2**20  # the largest config.json in the catalogue has 40 KiB
 MOST_PARAMETERS = 10**15
+_LONGEST_NAME = 60
 
 
 def supported_families() -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def read_config(mapping: Mapping[str, Any], *, id: str, path: str) -> ModelSpec:
         )
     module = MODULES.get(model_type)
     if module is None:
-        raise _unsupported(model_type, path=path)
+        raise _unsupported(model_type, mapping, path=path)
     family = import_module(f"wazn.model.families.{module}")
     c = Fields(
         mapping,
@@ -118,8 +119,34 @@ def _kind(value: object) -> str:
     )
 
 
-def _unsupported(model_type: str, *, path: str) -> Unsupported:
+def _unsupported(model_type: str, mapping: Mapping[str, Any], *, path: str) -> Unsupported:
+    nearest = _nearest(model_type, mapping)
     return Unsupported(
-        f"{path}: the family `{model_type}` is not supported",
-        hint=f"supported are {', '.join(supported_families())}",
+        f"{path}: the family `{model_type[:_LONGEST_NAME]}` is not known to wazn",
+        hint=f"the nearest family that is: `{nearest}`" + _what_is_more(mapping),
     )
+
+
+def _nearest(model_type: str, mapping: Mapping[str, Any]) -> str:
+    """Return the known family that is most alike: from the table, the text model inside, the name, or the shape."""
+    if model_type in NEAREST:
+        return NEAREST[model_type]
+    text = mapping.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    if isinstance(inner, str) and inner in MODULES:
+        return inner
+    from difflib import get_close_matches  # 2 ms, and only for an error
+
+    close = get_close_matches(model_type[:_LONGEST_NAME], MODULES, n=1, cutoff=0.7)
+    if close:
+        return close[0]
+    if "kv_lora_rank" in mapping:
+        return "deepseek_v3"
+    experts = {"num_experts", "num_local_experts", "n_routed_experts"}
+    return "qwen3_moe" if experts & mapping.keys() else "llama"
+
+
+def _what_is_more(mapping: Mapping[str, Any]) -> str:
+    if "vision_config" in mapping:
+        return "; this one sees images, and wazn reads text models only"
+    return ""

@@ -141,8 +141,9 @@ class AttentionSpec:
 
     projections: in the order in which the code calls them: (q, k, v), or one fused matrix.
     fused: how one matrix is cut: None for separate ones; `chunk` (plain slices along the last axis: views), `per-head`
-        (viewed as [heads, 3, head_dim] or by groups, then sliced), `per-group-expanded` (Falcon-40B: viewed as
-        [groups, heads per group + 2, head_dim], keys and values then copied to every head).
+        (viewed as [heads, 3, head_dim], then sliced), `per-group` (InternLM 2: viewed as [groups, heads per group + 2,
+        head_dim], then sliced; queries are copied), `per-group-expanded` (Falcon-40B: the same, and keys and values
+        are copied to every head).
     code: the family whose attention runs:
         `llama`: one of transformers' attention functions; the eager one has its softmax in fp32, cast back;
         `gptj`: the same, eager scores in fp32;
@@ -156,7 +157,8 @@ class AttentionSpec:
         `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
         `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
         `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
-        `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head.
+        `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head;
+        `chatglm`: part of the head, even and odd channels joined by stack, cat.
     """
 
     projections: tuple[Linear, ...]
@@ -290,6 +292,7 @@ class ModelSpec:
 
     layers: one entry per layer, in order; equal layers are the same object.
     head: the output matrix; its weight is the embedding's where `tied`.
+    head_normalized: its rows are normalised in every forward pass, into a copy (Baichuan 2).
     """
 
     id: str
@@ -312,6 +315,7 @@ class ModelSpec:
     logits_scaled: bool = False  # Cohere, Granite
     max_positions: int | None = None
     checkpoint_dtype: str | None = None  # torch_dtype of the config
+    head_normalized: bool = False
     rotary_dim: int = 0  # width of the cos and sin tables; 0 without rotary
     rotary_tables: int = (
         1  # pairs of tables per forward pass: 2 where sliding layers have their own

@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
-__all__ = ["MODULES"]
+__all__ = ["MODULES", "NEAREST"]
 
-MODULES = {
-    **dict.fromkeys(
-        (
-            *("arcee", "ernie4_5", "granite", "helium", "hunyuan_v1_dense", "internlm3", "jais2"),
-            *("llama", "ministral", "mistral", "nemotron", "qwen2", "qwen3", "seed_oss"),
-            *("smollm3", "stablelm", "starcoder2"),
+_FAMILIES = {
+    "llama": (
+        *("arcee", "ernie4_5", "exaone", "granite", "helium", "hunyuan_v1_dense", "internlm3"),
+        *(
+            "jais2",
+            "llama",
+            "ministral",
+            "mistral",
+            "nemotron",
+            "qwen2",
+            "qwen3",
+            "seed_oss",
+            "smollm3",
         ),
-        "llama",
+        *("stablelm", "starcoder2"),
     ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek"),
-    **dict.fromkeys(
-        (
-            *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral"),
-            *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
-        ),
-        "moe",
+    "gemma": ("gemma", "gemma2", "gemma3_text"),
+    "phi": ("phi", "phi3"),
+    "olmo": ("cohere", "cohere2", "exaone4", "glm", "glm4", "olmo", "olmo2", "olmo3"),
+    "gpt": ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    "opt": ("bloom", "falcon", "mpt", "opt"),
+    "moe": (
+        *("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral"),
+        *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
     ),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
-    **dict.fromkeys(
-        ("cohere", "cohere2", "exaone4", "glm", "glm4", "olmo", "olmo2", "olmo3"), "olmo"
-    ),
-    **dict.fromkeys(("phi", "phi3"), "phi"),
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"), "gpt"),
-    **dict.fromkeys(("bloom", "falcon", "mpt", "opt"), "opt"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    "custom": ("baichuan", "chatglm", "internlm2"),
+}
+MODULES = {family: module for module, families in _FAMILIES.items() for family in families}
+
+# For families that are not read: the one whose layers are the most alike, where there is one.
+NEAREST = {
+    "codegen": "gptj",
+    "cohere2_moe": "cohere2",
+    "dbrx": "mixtral",
+    "deepseek": "deepseek_v2",
+    "deepseek_v32": "deepseek_v3",
+    "dots1": "deepseek_v3",
+    "exaone_moe": "exaone4",
+    "flex_olmo": "olmo2",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3_text",
+    "gemma3n_text": "gemma3_text",
+    "gemma4": "gemma3_text",
+    "gemma4_text": "gemma3_text",
+    "glm4v": "glm4",
+    "glm_moe_dsa": "deepseek_v3",
+    "gpt_neox_japanese": "gpt_neox",
+    "granitemoehybrid": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan_v1_dense",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internlm": "llama",
+    "jais": "gpt2",
+    "kimi_k2": "deepseek_v3",
+    "kimi_linear": "deepseek_v3",
+    "lfm2": "llama",
+    "llama4": "mixtral",
+    "llama4_text": "mixtral",
+    "llava": "llama",
+    "llava_next": "llama",
+    "longcat_flash": "deepseek_v3",
+    "minimax": "mixtral",
+    "ministral3": "ministral",
+    "mistral3": "mistral",
+    "mllama": "llama",
+    "nemotron_h": "nemotron",
+    "paligemma": "gemma",
+    "persimmon": "phi",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3",
+    "qwen3_5_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_moe",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "xglm": "opt",
 }

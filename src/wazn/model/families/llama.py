@@ -1,7 +1,7 @@
 """Llama and what is built like it: one norm before each branch, gated or plain feed-forward, rotary embedding.
 
 Class defaults and code: transformers 5.24, `models/<family>/configuration_<family>.py` and `modeling_<family>.py`.
-InternLM 3 and the Llama-shaped half of its configuration: `modeling_internlm3.py` on the hub.
+EXAONE 3 and InternLM 3 have configurations of their own and run Llama's code there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from wazn.model.spec import (
 
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 LLAMA_ORDER = ("self_attn", "mlp", *LLAMA_NORMS)
+
+ALIASES: dict[str, Mapping[str, str]] = {
+    "exaone": {"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
+    "internlm3": {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+}
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
@@ -103,9 +108,20 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "hunyuan_v1_dense": {**_LLAMA, "vocab_size": 290943},
+    "exaone": {
+        **_LLAMA,
+        "vocab_size": 102400,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    },
     "internlm3": {
         **_LLAMA,
         "vocab_size": 128512,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
         "max_position_embeddings": 32768,
     },
     "seed_oss": {
@@ -386,17 +402,10 @@ def hunyuan_v1_dense(c: Fields) -> ModelSpec:
 
 
 def internlm3(c: Fields) -> ModelSpec:
-    """InternLM 3: Llama with `qkv_bias` for queries, keys and values and `bias` for the rest."""
-    s = sizes(c)
-    bias = c.flag("bias")
-    attention = separate_attention(
-        s,
-        bias=c.flag("qkv_bias"),
-        output_bias=bias,
-        dropout=c.probability("attention_dropout"),
-    )
-    layer = pre_norm_layer(s, attention=attention, mlp=llama_mlp(c, s, bias=bias))
-    return uniform(c, s, layer)
+    """InternLM 3: Llama; its two switches for biases must agree, as Llama's code has one for all of attention."""
+    if c.flag("attention_bias") != c.flag("mlp_bias"):
+        c.fault("`qkv_bias` must equal `bias`: transformers has no code for the other case")
+    return llama(c)
 
 
 def seed_oss(c: Fields) -> ModelSpec:
@@ -530,6 +539,7 @@ def stablelm(c: Fields) -> ModelSpec:
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "arcee": arcee,
     "ernie4_5": ernie4_5,
+    "exaone": llama,
     "granite": granite,
     "helium": helium,
     "hunyuan_v1_dense": hunyuan_v1_dense,
