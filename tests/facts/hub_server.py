@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub: what it answers follows from the name of the repository.
 
-It speaks the little that `huggingface_hub` needs: HEAD and GET of `/<id>/resolve/main/config.json` with the Hub's headers,
-and `/api/models/<id>`. Every request is written down.
+It speaks the little that `huggingface_hub` needs: HEAD and GET of `/<id>/resolve/main/config.json` with the Hub's
+headers, and `/api/models/<id>`. Every request is written down.
 """
 
 from __future__ import annotations

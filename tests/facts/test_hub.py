@@ -36,6 +36,7 @@ else:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
+    """One stand-in for all questions of this file."""
     with running_hub() as running:
         yield running
 

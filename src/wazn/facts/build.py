@@ -151,6 +151,11 @@ _FORM_ORDER = (
 )
 
 
+def _forms(gpu: _Row) -> frozenset[str]:
+    """What a person may say about the form of a card: the words of its id and of its product name."""
+    return parse_gpu_name(gpu["id"]).forms | parse_gpu_name(gpu["name"]).forms
+
+
 def _common_first(gpu: _Row) -> tuple[int, int, str]:
     """Desktop and SXM cards before PCIe before laptops and modified cards; then the smaller memory."""
     forms = parse_gpu_name(gpu["id"]).forms or {""}
@@ -197,7 +202,7 @@ def _blas_workspaces(rows: list[_Row]) -> list[list[Any]]:
 def gpu_index() -> _Row:
     """Return what `facts.gpus` needs: records by id, ids by the base of the name, Apple's chips, gaps by size.
 
-    `bases` lists ids with the common card first. `sizes` maps a nominal size to [gap in bytes, the card that shows it].
+    `bases` lists ids with the common card first; `forms` the words for a card's form. `sizes` maps a nominal size to [gap in bytes, the card that shows it].
     """
     gpus: list[_Row] = load_toml("gpus.toml")["gpu"]
     names = load_toml("gpu_names.toml")
@@ -212,6 +217,7 @@ def gpu_index() -> _Row:
     return {
         "gpus": {gpu["id"]: _gpu_record(gpu, observed, contexts) for gpu in gpus},
         "bases": bases,
+        "forms": {gpu["id"]: sorted(_forms(gpu)) for gpu in gpus if _forms(gpu)},
         "preferred": {parse_gpu_name(key).base: value for key, value in names["preferred"].items()},
         "also_sold_as": names["also_sold_as"],
         "apple": {parse_gpu_name(chip).base: sizes for chip, sizes in names["apple"].items()},

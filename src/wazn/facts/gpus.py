@@ -91,7 +91,7 @@ def _candidates(asked: str, name: GpuName) -> list[str]:
     fitting = [
         gpu_id
         for gpu_id in of_base
-        if name.forms <= parse_gpu_name(gpu_id).forms
+        if name.forms <= set(index["forms"].get(gpu_id, ()))
         and name.memory_gb
         in (None, index["gpus"][gpu_id]["memory_gb"], *index["also_sold_as"].get(gpu_id, ()))
     ]
