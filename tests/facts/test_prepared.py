@@ -66,7 +66,7 @@ def test_model_values_carry_over() -> None:
 
 
 def test_lowest_price() -> None:
-    """Of the dated on-demand rows within a year of the newest: prices.csv has the T4 at AWS for 0.526 USD, 2026-07-20."""
+    """Of the dated on-demand rows within a year of the newest: the T4 at AWS for 0.526 USD, 2026-07-20."""
     assert price_index()["t4-16gb"] == {
         "usd_per_gpu_hour": 0.526,
         "provider": "aws",

@@ -202,7 +202,8 @@ def _blas_workspaces(rows: list[_Row]) -> list[list[Any]]:
 def gpu_index() -> _Row:
     """Return what `facts.gpus` needs: records by id, ids by the base of the name, Apple's chips, gaps by size.
 
-    `bases` lists ids with the common card first; `forms` the words for a card's form. `sizes` maps a nominal size to [gap in bytes, the card that shows it].
+    `bases` lists ids with the common card first; `forms` the words for a card's form. `sizes` maps a nominal size to
+    [gap in bytes, the card that shows it].
     """
     gpus: list[_Row] = load_toml("gpus.toml")["gpu"]
     names = load_toml("gpu_names.toml")
