@@ -35,6 +35,8 @@ CONFIG = {
         ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B"),
         ("meta-llama/llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("https://huggingface.co/meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("https://hf.co/meta-llama/Llama-3.1-8B/tree/main", "meta-llama/Llama-3.1-8B"),
         ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
         ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
         ("llama-3.1-405b", "meta-llama/Llama-3.1-405B"),

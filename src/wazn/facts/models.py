@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _LONGEST_NAME = 4096
+_HUB_PAGE = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?"
 _HUB_ID = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}"
 
 
@@ -99,6 +100,7 @@ def resolve_model(text: str) -> ModelSource:
     local = _local_config(asked)
     if local is not None:
         return _from_file(asked, local)
+    asked = _without_address(asked)
     model_id = _catalogue_id(asked)
     if model_id is not None:
         return _from_catalogue(asked, model_id)
@@ -115,6 +117,12 @@ def resolve_model(text: str) -> ModelSource:
         else "a Hugging Face id, a folder with config.json, or a name that `wazn models` lists works"
     )
     raise UnknownFact(f"unknown model `{asked[:100]}`", nearest=nearest, hint=hint)
+
+
+def _without_address(asked: str) -> str:
+    """Return the id in the address of a model's page on the Hub, else what was asked."""
+    page = re.fullmatch(_HUB_PAGE, asked, re.ASCII)
+    return asked if page is None else page[1]
 
 
 # --- files ---------------------------------------------------------------------------------------
