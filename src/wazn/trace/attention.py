@@ -1,7 +1,7 @@
 """Scaled dot product attention as PyTorch runs it on CUDA: which kernel, and what it keeps.
 
-The kernels themselves are PyTorch's own operators, with their own shapes and their own backward; what they take for the
-time of one call is in `wazn.trace.kernels`.
+The kernels themselves are PyTorch's own operators, with their own shapes and their own backward; what they
+take for the time of one call is in `wazn.trace.kernels`.
 
 Shape legend: B batch, H heads, G key-value heads, S queries, K keys, D head size. Tensors are [B, H, S, D].
 Source of everything here: aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`, and
@@ -43,8 +43,8 @@ def choose_sdpa_kernel(
 ) -> SdpaKernel:
     """Return the kernel that PyTorch takes for these tensors on a card of this compute capability.
 
-    PyTorch prefers cuDNN's kernel on compute capability 9.0 and 10.x from cuDNN 9.15.1 on; that choice is not modelled,
-    because the workspaces of cuDNN are not published.
+    PyTorch prefers cuDNN's kernel on compute capability 9.0 and 10.x from cuDNN 9.15.1 on; that choice is
+    not modelled, because the workspaces of cuDNN are not published.
     """
     fits_all = _shapes_fit(query, key, value, enable_gqa=enable_gqa)
     if fits_all and _flash_takes(
@@ -109,6 +109,8 @@ def _efficient_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
 ) -> bool:
     is_half = query.dtype in _HALF
+    if query.shape[1] != key.shape[1]:  # up to PyTorch 2.13 it does not know grouped heads
+        return False
     if query.dtype is torch.bfloat16 and capability < (8, 0):
         return False
     if query.dtype not in (*_HALF, torch.float32):

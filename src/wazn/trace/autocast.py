@@ -1,10 +1,10 @@
 """CUDA's autocast lists for tensors on the cpu device.
 
-Autocast on CPU and on CUDA share their mechanism and the cache of cast weights (a leaf that requires gradients and is
-fp32 is cast once per region), and differ in their lists: on CUDA, softmax, layer norm, powers, sums and losses run in
-fp32; on CPU they keep the input's type. Here the entries of the CPU list that differ are replaced by CUDA's for as long
-as the context lasts, and switching autocast on for either device switches it on for both, because libraries ask whether
-it is on for "cuda".
+Autocast on CPU and on CUDA share their mechanism and the cache of cast weights (a leaf that requires
+gradients and is fp32 is cast once per region), and differ in their lists: on CUDA, softmax, layer norm,
+powers, sums and losses run in fp32; on CPU they keep the input's type. Here the entries of the CPU list
+that differ are replaced by CUDA's for as long as the context lasts, and switching autocast on for either
+device switches it on for both, because libraries ask whether it is on for "cuda".
 
 Source: the lists in torch/include/ATen/autocast_mode.h (`AT_FORALL_FP32` and below); the CPU's in
 aten/src/ATen/autocast_mode.cpp, `TORCH_LIBRARY_IMPL(aten, AutocastCPU, m)`.
@@ -23,10 +23,11 @@ import torch
 __all__ = ["autocast_dtype", "cuda_autocast", "no_autocast"]
 
 _FP32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
-    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim cosine_similarity nll_loss "
-    "nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist cdist renorm "
-    "logsumexp"
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm "
+    "rms_norm group_norm frobenius_norm.dim cosine_similarity nll_loss nll_loss2d kl_div "
+    "l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist cdist "
+    "renorm logsumexp"
 ).split()
 _FP32_SET_OPT_DTYPE = (
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"

@@ -1,8 +1,8 @@
 """A stand-in for the package flash-attn: its memory without its kernels.
 
-`transformers` calls it for `attn_implementation="flash_attention_2"`. It keeps for backward what `FlashAttnFunc` keeps: q,
-k, v, the (padded) output, an fp32 log-sum-exp per head and token, and the state of the random numbers; backward makes
-dq, dk, dv and holds the buffers of `kernels.flash_backward`.
+`transformers` calls it for `attn_implementation="flash_attention_2"`. It keeps for backward what
+`FlashAttnFunc` keeps: q, k, v, the (padded) output, an fp32 log-sum-exp per head and token, and the state of the random numbers;
+backward makes dq, dk, dv and holds the buffers of `kernels.flash_backward`.
 
 Shape legend: B batch, S queries, K keys, H heads, G key-value heads, D head size, T tokens of all sequences.
 Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.
@@ -166,7 +166,8 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
     names = ("is_flash_attn_2_available", "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
     if not module.__name__.startswith("transformers"):
         return lambda: None
-    flag, matrix = (module.__dict__.get(name) for name in names)
+    flag: Any = module.__dict__.get(names[0])
+    matrix: Any = module.__dict__.get(names[1])
 
     def yes(*args: Any, **kwargs: Any) -> bool:
         return True

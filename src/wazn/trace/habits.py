@@ -1,10 +1,11 @@
 """Functions that take another path on CUDA than on the CPU.
 
-`Habits` is a function mode: it sees the calls that model code makes and sends those listed at the end of this file down
-CUDA's path. Everything it calls is a real PyTorch operator with its real backward.
+`Habits` is a function mode: it sees the calls that model code makes and sends those listed at the end of
+this file down CUDA's path. Everything it calls is a real PyTorch operator with its real backward.
 
-It also keeps host and device apart. Both are the cpu device here; what a factory makes without naming a device is in host
-memory, as in a real run, and so is what is computed from such tensors alone. They are not counted.
+It also keeps host and device apart. Both are the cpu device here; what a factory makes without naming a
+device is in host memory, as in a real run, and so is what is computed from such tensors alone. They are
+not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Habits(TorchFunctionMode):
     def through_backward(self) -> Iterator[None]:
         """Keep the mode on inside backward while the context lasts.
 
-        A mode is off while the call that it was handed runs, and backward runs model code again where it was checkpointed.
+        A mode is off while the call that it was handed runs, and backward runs model code again where it
+        was checkpointed.
         """
         original = torch.autograd._engine_run_backward
 
@@ -137,8 +139,8 @@ def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: 
     return _to(habits, torch.Tensor.to, tensor, "cpu")
 
 
-# Factories leave their result in host memory unless a device is named; libraries write the host as the text "cpu" and
-# pass the model's device on as an object.
+# Factories leave their result in host memory unless a device is named; libraries write the host as the
+# text "cpu" and pass the model's device on as an object.
 _FACTORIES = {*_device_constructors(), torch.get_rng_state, torch.tensor}
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {

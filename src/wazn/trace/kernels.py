@@ -1,12 +1,13 @@
 """Memory that CUDA kernels take for the time of one operation.
 
-The rehearsal sees what an operation returns. Some kernels also allocate buffers that die before they return; these are
-listed here by operation, each with the line of PyTorch that allocates it. `before` is allocated ahead of the results,
-`after` behind them; all of it is freed when the operation returns.
+The rehearsal sees what an operation returns. Some kernels also allocate buffers that die before they
+return; these are listed here by operation, each with the line of PyTorch that allocates it. `before` is
+allocated ahead of the results, `after` behind them; all of it is freed when the operation returns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ def workspace_of(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: tuple[int, int]
 ) -> Workspace:
     """Return what the CUDA kernels of one operation allocate beside its results."""
-    rule = _RULES.get(operator)
+    rule = _RULES.get(operator) or _RULES_BY_NAME.get(str(operator))
     if rule is None:
         return NO_WORKSPACE
     named = {
@@ -70,7 +71,8 @@ def _copy_unless_contiguous(name: str, tensor: torch.Tensor) -> tuple[tuple[str,
 def flash_backward(query: torch.Tensor, key: torch.Tensor) -> Workspace:
     """Return the buffers of FlashAttention-2's dense backward; tensors are [B, S, H, D].
 
-    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, the same code as in flash-attn.
+    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, the same code as
+    in flash-attn.
     """
     batch, queries, heads, head_dim = query.shape
     rows = batch * round_up(queries, 128)
@@ -80,7 +82,9 @@ def flash_backward(query: torch.Tensor, key: torch.Tensor) -> Workspace:
 def flash_varlen_backward(
     query: torch.Tensor, key: torch.Tensor, *, num_sequences: int
 ) -> Workspace:
-    """Return the buffers for sequences laid end to end; tensors are [T, H, D]. Source: `mha_varlen_bwd`, ibidem."""
+    """Return the buffers for sequences laid end to end; tensors are [T, H, D]. Source: `mha_varlen_bwd`,
+    ibidem.
+    """
     tokens, heads, head_dim = query.shape
     return _flash_buffers(key, rows=tokens + 128 * num_sequences, heads=heads, head_dim=head_dim)
 
@@ -99,7 +103,9 @@ def _flash_buffers(key: torch.Tensor, *, rows: int, heads: int, head_dim: int) -
 
 
 def _sdpa_flash_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
-    """`_flash_attention_backward` in attention_backward.cu makes the gradient and the output contiguous first."""
+    """`_flash_attention_backward` in attention_backward.cu makes the gradient and the output contiguous
+    first.
+    """
     grad_out, query, key, out = (
         named[name].transpose(1, 2) for name in ("grad_out", "query", "key", "out")
     )
@@ -110,7 +116,8 @@ def _sdpa_flash_backward(named: dict[str, Any], capability: tuple[int, int]) -> 
 def _efficient_forward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
     """An fp32 copy of the output where it does not stay in registers.
 
-    Source: `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: half types, value size over 128.
+    Source: `kNeedsOutputAccumulatorBuffer` in mem_eff_attention/kernel_forward.h: half types, value size
+    over 128.
     """
     value: torch.Tensor = named["value"]
     batch, heads, _, value_dim = value.shape
@@ -121,7 +128,9 @@ def _efficient_forward(named: dict[str, Any], capability: tuple[int, int]) -> Wo
 
 
 def _efficient_backward(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
-    """Source: `_efficient_attention_backward` in attention_backward.cu and mem_eff_attention/kernel_backward.h."""
+    """Source: `_efficient_attention_backward` in attention_backward.cu and
+    mem_eff_attention/kernel_backward.h.
+    """
     grad_out, query, key, value = (named[name] for name in ("grad_out_", "query", "key", "value"))
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
@@ -158,8 +167,8 @@ def _efficient_tile(
 ) -> tuple[int, int, bool]:
     """Return the kernel's block of rows and of columns, and whether dk and dv stay in registers.
 
-    Source: `dispatch_cutlassB_*` in mem_eff_attention/kernels/cutlassB.h; the first kernel that fits is taken. 128x128 needs
-    more shared memory than the 99 KiB of compute capability 8.6, 8.9 and 12.x.
+    Source: `dispatch_cutlassB_*` in mem_eff_attention/kernels/cutlassB.h; the first kernel that fits is
+    taken. 128x128 needs more shared memory than the 99 KiB of compute capability 8.6, 8.9 and 12.x.
     """
     has_much_shared_memory = capability[0] in (8, 9, 10, 11) and capability not in ((8, 6), (8, 9))
     if head_dim <= 64:
@@ -191,8 +200,8 @@ def _embedding_backward(named: dict[str, Any], capability: tuple[int, int]) -> W
     """Sum the gradients of equal tokens in fp32, by segments of the sorted tokens.
 
     Source: `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and
-    `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu; its buffers have a size for the worst case. The sort's own
-    scratch memory, freed before the large buffer is allocated, is left out.
+    `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu; its buffers have a size for the worst
+    case. The sort's own scratch memory, freed before the large buffer is allocated, is left out.
     """
     grad, indices = named["grad_output"], named["indices"]
     tokens, width = indices.numel(), grad.shape[-1]
@@ -228,6 +237,28 @@ def _foreach_norm(named: dict[str, Any], capability: tuple[int, int]) -> Workspa
     return Workspace(before=(("norms of chunks", len(tensors) * chunks * number_bytes),))
 
 
+_LARGEST_FUSED_ROWS = 1536
+
+
+def _gemm_4bit(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """The weight and its scales, spelt out for the product.
+
+    Source: bitsandbytes 0.50, `_dequant_linear_fallback` in backends/cuda/ops.py, which is taken above
+    1,536 rows (tokens). Below, a kernel may read the packed weight directly; by card and shape, in a table
+    that is not modelled.
+    """
+    inputs: torch.Tensor = named["A"]
+    rows = inputs.numel() // inputs.shape[-1]
+    if rows <= _LARGEST_FUSED_ROWS:
+        return NO_WORKSPACE
+    before: tuple[tuple[str, int], ...] = ()
+    if named.get("absmax_8bit") is not None:
+        scale_bytes = named["absmax_8bit"].numel() * _FP32_BYTES
+        before = (("scales", scale_bytes), ("scales with offset", scale_bytes))
+    weight_bytes = math.prod(named["shapeB"]) * inputs.element_size()
+    return Workspace(before=(*before, ("weight", weight_bytes)))
+
+
 _ATEN = torch.ops.aten
 _RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
@@ -237,3 +268,6 @@ _RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
     _ATEN.embedding_dense_backward.default: _embedding_backward,
     _ATEN._foreach_norm.Scalar: _foreach_norm,
 }
+
+# Operators of other packages, which may not be imported here.
+_RULES_BY_NAME = {"bitsandbytes.gemm_4bit.default": _gemm_4bit}

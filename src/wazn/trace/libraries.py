@@ -13,7 +13,8 @@ __all__ = ["real_to_transformers"]
 def real_to_transformers() -> Iterator[None]:
     """Let `transformers` take fake tensors for real ones.
 
-    It looks for fake tensors to find out whether it is being traced, and then builds masks that it skips in a real run.
+    It looks for fake tensors to find out whether it is being traced, and then builds masks that it skips
+    in a real run.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)

@@ -3,8 +3,8 @@
     trace = measure_op(torch.nn.functional.silu, Spec((2, 8, 64), "bfloat16", requires_grad=True))
     trace.saved_bytes, trace.forward_peak_bytes, trace.backward_peak_bytes
 
-All numbers are bytes above the inputs, the parameters and the incoming gradient, which exist before; each storage is
-rounded to 512 bytes as PyTorch's allocator counts it.
+All numbers are bytes above the inputs, the parameters and the incoming gradient, which exist before; each
+storage is rounded to 512 bytes as PyTorch's allocator counts it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = ["OpTrace", "Spec", "measure_op"]
 class OpTrace:
     """What one operation did, in bytes above what existed before it.
 
-    `kept_bytes`: alive after forward with the result still held; `saved_bytes`: alive once the caller let go of the result,
-    thus what autograd holds for backward; `gradient_bytes`: alive after backward, the gradients of inputs and parameters.
-    Events carry requested bytes; their `phase` is `forward`, `release` (the result is let go) or `backward`.
+    `kept_bytes`: alive after forward with the result still held; `saved_bytes`: alive once the caller let
+    go of the result, thus what autograd holds for backward; `gradient_bytes`: alive after backward, the
+    gradients of inputs and parameters. Events carry requested bytes; their `phase` is `forward`, `release`
+    (the result is let go) or `backward`.
     """
 
     kept_bytes: int
@@ -77,15 +78,17 @@ def measure_op(
     """Run `fn(*inputs, **options)` forward and backward on fake tensors and return what it held.
 
     Args:
-        fn: a function of tensors, or a module built on the `meta` device (its parameters get fake storages first).
+        fn: a function of tensors, or a module built on the `meta` device (its parameters get fake storages
+            first).
         inputs: a `Spec` becomes a tensor; anything else is handed on as it is.
         world: the context to run in; a new one by default.
         train_mode: whether a module is in training mode.
         autocast: the dtype to lower to, such as `bfloat16`, for a run under autocast.
         options: keyword arguments; a `Spec` among them becomes a tensor too.
 
-    The result is the first tensor in what `fn` returns; backward starts there with a gradient that was allocated before,
-    and the caller lets go of everything that `fn` returned before backward starts, as a model does.
+    The result is the first tensor in what `fn` returns; backward starts there with a gradient that was
+    allocated before, and the caller lets go of everything that `fn` returned before backward starts, as a
+    model does.
     """
     with world or World() as inside:
         if isinstance(fn, torch.nn.Module):

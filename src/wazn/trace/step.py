@@ -3,9 +3,9 @@
     python -m wazn.trace.step CONFIG.json --method lora --micro-batch 4 --seq-len 4096 --layers 2
     python -m wazn.trace.step CONFIG.json --events
 
-The model is built on `meta` and then given fake storages; two optimizer steps of a plain loop follow, written like the
-one in `transformers.Trainer`: the result of `model(...)` is let go of before backward, gradients are clipped, and set to
-None after the optimizer's step.
+The model is built on `meta` and then given fake storages; two optimizer steps of a plain loop follow,
+written like the one in `transformers.Trainer`: the result of `model(...)` is let go of before backward,
+gradients are clipped, and set to None after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from wazn.errors import InputError, Unsupported
 from wazn.timeline.events import Category, Phase
 from wazn.trace.flash_attn import flash_attn_stand_in
+from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
 from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, rounded_bytes, tensors_in
 from wazn.trace.world import World
 from wazn.units import GIB
@@ -40,7 +41,8 @@ class Recipe:
     lora_dropout: float = 0.0
     dora: bool = False
     double_quant: bool = True
-    prepare_kbit: bool = True  # peft.prepare_model_for_kbit_training, which raises norms, embeddings and head to fp32
+    # peft.prepare_model_for_kbit_training: norms, embeddings and head are raised to fp32
+    prepare_kbit: bool = True
     weight_dtype: str = "bfloat16"
     autocast_dtype: str | None = None
     adapter_dtype: str | None = None  # None: what peft makes, fp32 on a half-precision base
@@ -50,6 +52,8 @@ class Recipe:
     seq_len: int = 2048
     grad_accum: int = 1
     checkpointing: str = "none"  # none | full | full-reentrant
+    # the embeddings' output requires gradients; None: where reentrant checkpointing needs it
+    input_grads: bool | None = None
     attention: str = "sdpa"
     attention_mask: bool = True  # what data collators add: a mask of ones
     max_grad_norm: float | None = 1.0
@@ -88,7 +92,9 @@ class Rehearsal:
         return max(self.peaks().values(), default=0)
 
     def breakdown_at_peak(self) -> dict[str, int]:
-        """Return what was alive at the peak by category, largest first; the rest is `activations and temporary`."""
+        """Return what was alive at the peak by category, largest first; the rest is `activations and
+        temporary`.
+        """
         peak_bytes, current_bytes = self.peak_bytes, 0
         alive: dict[int, int] = {}
         for event in self.events:
@@ -121,7 +127,10 @@ def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
         tracker = world.tracker
         tracker.phase = Phase.LOAD
         world.materialise(model)
+        quant_states = give_quant_states(model) if recipe.method == "qlora" else []
         categories = dict(_model_blocks(tracker, model))
+        for tensor in quant_states:
+            categories[tracker.block_id(tensor) or 0] = Category.QUANTIZATION_STATE
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = _optimizer(recipe.optimizer, trainable)
         loop = _Loop(tracker, model, optimizer, recipe, categories)
@@ -149,8 +158,6 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
             attn_implementation=_ATTENTION[recipe.attention],
         )
         if recipe.method == "qlora":
-            from wazn.trace.quantized import prepare_kbit, quantise_linears
-
             quantise_linears(model, double_quant=recipe.double_quant)
             if recipe.prepare_kbit:
                 prepare_kbit(model)
@@ -161,7 +168,9 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
         reentrant = recipe.checkpointing == "full-reentrant"
         switch_on = getattr(model, "activation_checkpointing_enable", None)
         (switch_on or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
-        if recipe.method != "full":
+        if recipe.method != "full" and (
+            reentrant if recipe.input_grads is None else recipe.input_grads
+        ):
             model.enable_input_require_grads()
     return model
 
@@ -328,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
         if item.name in ("num_layers", "capability", "targets"):
             continue
         option = "--" + item.name.replace("_", "-")
-        if isinstance(item.default, bool):
+        if item.name == "input_grads" or isinstance(item.default, bool):
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=item.default)
         else:
             kind = type(item.default) if item.default is not None else str

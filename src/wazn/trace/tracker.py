@@ -1,11 +1,12 @@
 """Which storages are alive, in order: the raw record of a rehearsal.
 
-A `StorageTracker` is a dispatch mode that sits above the fake tensors. After every operation it looks at the storages of
-the results: one that it has not seen is an allocation, and a finalizer on the storage object records the free when the last
-tensor that uses it dies. Views share their storage and in-place operations return a known one, so neither allocates.
+A `StorageTracker` is a dispatch mode that sits above the fake tensors. After every operation it looks at
+the storages of the results: one that it has not seen is an allocation, and a finalizer on the storage
+object records the free when the last tensor that uses it dies. Views share their storage and in-place
+operations return a known one, so neither allocates.
 
-It sees what an operation returns, not what a CUDA kernel allocates for itself meanwhile; those workspaces are put in by
-`wazn.trace.kernels`, through `StorageTracker.take`.
+It sees what an operation returns, not what a CUDA kernel allocates for itself meanwhile; those workspaces
+are put in by `wazn.trace.kernels`, through `StorageTracker.take`.
 
 Sizes are the requested bytes of the storage; `rounded_bytes` is what PyTorch counts as allocated for it.
 """
@@ -77,8 +78,8 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 class StorageTracker(TorchDispatchMode):
     """Records every storage that operations allocate while it is active.
 
-    `events` is the record; `current_bytes` and `peak_bytes` are sums over live storages, each rounded to 512 bytes.
-    `phase`, `step` and `module` are marks that the driver sets; they go into each event.
+    `events` is the record; `current_bytes` and `peak_bytes` are sums over live storages, each rounded to
+    512 bytes. `phase`, `step` and `module` are marks that the driver sets; they go into each event.
     `run_operation`, if given, replaces the plain call of an operation (see `wazn.trace.world`).
     """
 

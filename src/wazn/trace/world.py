@@ -1,11 +1,12 @@
 """Fake tensors on the cpu device that behave as CUDA tensors do.
 
-A `World` is a context: inside it every new tensor is fake (`torch._subclasses.FakeTensorMode`), every allocation is
-recorded, and CUDA's habits replace the CPU's:
+A `World` is a context: inside it every new tensor is fake (`torch._subclasses.FakeTensorMode`), every
+allocation is recorded, and CUDA's habits replace the CPU's:
 
-    habits     functions that take another path on CUDA (attention, dropout, normalisation), and autocast's lists
-    kernels    memory that CUDA kernels take for the time of one operation
-    here       what the autograd engine does in place with real tensors and refuses to do with fake ones; answers to `.item()`
+    habits     functions that take another path on CUDA (attention, dropout, normalisation), and autocast's
+    lists kernels    memory that CUDA kernels take for the time of one operation
+    here       what the autograd engine does in place with real tensors and refuses to do with fake ones;
+    answers to `.item()`
 
 Why not a fake CUDA device: a CPU build of PyTorch cannot run backward on one (no device guard).
 """
@@ -42,7 +43,8 @@ class World:
 
     Args:
         capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
-        matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's workspace.
+        matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's
+        workspace.
     """
 
     def __init__(
@@ -74,22 +76,25 @@ class World:
     def materialise(self, module: torch.nn.Module) -> torch.nn.Module:
         """Give a module that was built on `meta` fake storages, in place; what shared one goes on sharing it.
 
-        Parameters are put into their modules anew: `Module.to` would swap them in place, which fake tensors refuse.
+        Parameters are put into their modules anew: `Module.to` would swap them in place, which fake
+        tensors refuse.
         """
         made: dict[int, Any] = {}
         for owner in module.modules():
             for table in (owner._parameters, owner._buffers):
                 for name, tensor in table.items():
                     if tensor is not None and tensor.is_meta:
-                        table[name] = made.setdefault(id(tensor), None) or _fake_like(tensor)
-                        made[id(tensor)] = table[name]
+                        if id(tensor) not in made:
+                            made[id(tensor)] = _fake_like(tensor)
+                        table[name] = made[id(tensor)]
         return module
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     fake = torch.empty_like(tensor, device=DEVICE, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake.__dict__.update(tensor.__dict__)  # what libraries noted on it
     return fake
 
 
@@ -128,7 +133,9 @@ class _Engine:
         return result
 
     def _first_matmul(self, tracker: StorageTracker) -> None:
-        """cuBLAS gets one workspace per handle and stream for good; backward has a thread, thus a handle, of its own."""
+        """cuBLAS gets one workspace per handle and stream for good; backward has a thread, thus a
+        handle, of its own.
+        """
         thread = "forward" if torch._C._current_autograd_node() is None else "backward"
         if thread in self._threads_without_workspace:
             self._threads_without_workspace.remove(thread)
@@ -154,9 +161,9 @@ _ZEROS = ("aten.new_zeros", "aten.zeros")
 def _fills_zeros_in_place(previous: Any) -> bool:
     """Say whether a backward formula now fills the zeros that it made one operation ago.
 
-    With real tensors it fills them in place; for tensor subclasses the formula takes the out-of-place operation ("for composite
-    compliance"): `value_selecting_reduction_backward`, `index_backward` and `gather_backward` in
-    torch/csrc/autograd/FunctionsManual.cpp and aten/src/ATen/native.
+    With real tensors it fills them in place; for tensor subclasses the formula takes the out-of-place
+    operation ("for composite compliance"): `value_selecting_reduction_backward`, `index_backward` and
+    `gather_backward` in torch/csrc/autograd/FunctionsManual.cpp and aten/src/ATen/native.
     """
     return str(previous).startswith(_ZEROS) and torch._C._current_autograd_node() is not None
 
@@ -174,9 +181,11 @@ def _as_on_cuda(tracker: StorageTracker, func: Any, args: tuple[Any, ...], resul
 
 
 def _answer(tracker: StorageTracker, tensor: torch.Tensor) -> bool | int | float:
-    """Answer `.item()` as a healthy run would: `all()` holds, `any()` and other conditions do not; one for a number.
+    """Answer `.item()` as a healthy run would: `all()` holds, `any()` and other conditions do not; one for
+    a number.
 
-    `all()`, or `sum() == numel()`, is asked of masks (nothing is padded); the rest asks for NaN, infinity, packed sequences.
+    `all()`, or `sum() == numel()`, is asked of masks (nothing is padded); the rest asks for NaN, infinity,
+    packed sequences.
     """
     if tensor.dtype is torch.bool:
         return tracker.maker(tensor).startswith(("aten.all.", "aten.eq.Scalar"))
@@ -187,9 +196,10 @@ def _accumulates_in_place(previous: Any, args: tuple[Any, ...], kwargs: dict[str
     """Say whether this addition is one that the autograd engine does in place with real tensors.
 
     Where two gradients meet, the engine adds the second into the first if nobody else holds it:
-    torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`. It refuses that for tensor subclasses and under a
-    dispatch mode, so with fake tensors it allocates a third. The engine asks for the device of the gradient (`prim::device`)
-    right before; the counts are those of a tensor held by the buffer and by Python's view of it.
+    torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`. It refuses that for tensor subclasses
+    and under a dispatch mode, so with fake tensors it allocates a third. The engine asks for the device of
+    the gradient (`prim::device`) right before; the counts are those of a tensor held by the buffer and by
+    Python's view of it.
     """
     if previous is not torch.ops.prim.device.default or kwargs or len(args) != 2:
         return False

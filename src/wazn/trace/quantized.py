@@ -1,0 +1,117 @@
+"""4-bit linear layers of bitsandbytes on fake tensors: the real `Linear4bit` and `MatMul4Bit` over
+storages without data.
+
+`Params4bit` cannot wrap a fake tensor, so the packed weight is a plain parameter that carries the
+attributes which `Linear4bit` and `peft` read. Shapes and lifetimes are those of
+`bitsandbytes.functional.quantize_4bit`: two values in a byte, one fp32 scale for 64 values; with double
+quantization the scales are bytes, with one fp32 scale for 256 of them, a table of 256 values and an offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wazn.trace.tracker import DEVICE
+from wazn.units import ceil_div
+
+__all__ = ["give_quant_states", "prepare_kbit", "quantise_linears", "quantised_linears"]
+
+_BLOCK = 64
+_NESTED_BLOCK = 256
+
+
+def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4") -> None:
+    """Replace the linear layers that `transformers` replaces, in a model on `meta`; their data is packed,
+    without states.
+
+    The output head, tied weights and fused experts stay as they are.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=model.dtype,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_quant_type=quant_type,
+    )
+    dtype = model.dtype
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
+    for layer in quantised_linears(model):
+        _pack(layer, dtype=dtype, double_quant=double_quant, quant_type=quant_type)
+    model.is_loaded_in_4bit = model.is_quantized = True
+
+
+def quantised_linears(model: Any) -> list[Any]:
+    """Return the 4-bit linear layers of a model."""
+    from bitsandbytes.nn import Linear4bit
+
+    return [module for module in model.modules() if isinstance(module, Linear4bit)]
+
+
+def _pack(layer: Any, *, dtype: torch.dtype, double_quant: bool, quant_type: str) -> None:
+    num_values = layer.in_features * layer.out_features
+    packed = torch.empty((ceil_div(num_values, 2), 1), dtype=torch.uint8, device="meta")
+    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    layer.weight.compress_statistics = double_quant
+    layer.weight.quant_type = quant_type
+    layer.weight.original_dtype = dtype
+    if layer.bias is not None:
+        layer.bias = torch.nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+
+
+def give_quant_states(model: Any) -> list[torch.Tensor]:
+    """Give every 4-bit layer of a model with fake storages its state; returns the states' tensors."""
+    made: list[torch.Tensor] = []
+    for layer in quantised_linears(model):
+        state, tensors = _quant_state(layer)
+        layer.weight.quant_state = layer.quant_state = state
+        made += tensors
+    return made
+
+
+def _quant_state(layer: Any) -> tuple[Any, list[torch.Tensor]]:
+    from bitsandbytes.functional import QuantState
+
+    shape = torch.Size((layer.out_features, layer.in_features))
+    blocks = ceil_div(shape.numel(), _BLOCK)
+    code = _empty((16,), torch.float32)
+    nested: dict[str, Any] = {}
+    if layer.weight.compress_statistics:
+        absmax, offset = _empty((blocks,), torch.uint8), _empty((), torch.float32)
+        outer = _empty((ceil_div(blocks, _NESTED_BLOCK),), torch.float32)
+        outer_code = _empty((256,), torch.float32)
+        state2 = QuantState(
+            absmax=outer, code=outer_code, blocksize=_NESTED_BLOCK, dtype=torch.float32
+        )
+        nested = {"offset": offset, "state2": state2}
+        tensors = [absmax, offset, outer, outer_code, code]
+    else:
+        absmax = _empty((blocks,), torch.float32)
+        tensors = [absmax, code]
+    state = QuantState(
+        absmax=absmax,
+        shape=shape,
+        code=code,
+        blocksize=_BLOCK,
+        quant_type=layer.weight.quant_type,
+        dtype=layer.weight.original_dtype,
+        **nested,
+    )
+    return state, tensors
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+def prepare_kbit(model: Any) -> None:
+    """Freeze the model and raise what is not quantised to fp32, as
+    `peft.prepare_model_for_kbit_training` does.
+    """
+    from peft import prepare_model_for_kbit_training
+
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
