@@ -4,8 +4,9 @@
 
 Builds a wheel of this checkout into a fresh environment, asks one question (Llama-3.1-8B, LoRA of rank 16 on all
 matrices, 2 x 2048 tokens, checkpointing, 24 GB), and prints the median and the least wall time, the largest resident
-set (never below this script's own 15 MiB, which the system counts for its children) and what was answered. `--peers` installs each peer into an environment of its own; those that read the hub find the
-configuration in a prepared cache, so that nobody's network is measured. `--check` fails where wazn misses its bounds.
+set (never below this script's own 15 MiB, which the system counts for its children) and what was answered. `--peers`
+installs each peer into an environment of its own; those that read the hub find the configuration in a prepared
+cache, so that nobody's network is measured. `--check` fails where wazn misses its bounds.
 """
 
 from __future__ import annotations
