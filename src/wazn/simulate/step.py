@@ -10,10 +10,11 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wazn.dtypes import INT64
+from wazn.dtypes import INT64, UINT8
+from wazn.facts.stacks import Habits
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Recipe
-from wazn.simulate.build import LoadedModel, load
+from wazn.simulate.build import load
 from wazn.simulate.checkpointing import is_checkpointed
 from wazn.simulate.context import Context
 from wazn.simulate.forward import hidden_states
@@ -31,13 +32,17 @@ NUM_STEPS = 2
 def simulate(
     spec: ModelSpec,
     recipe: Recipe,
+    habits: Habits,
     targets: frozenset[str] = frozenset(),
     *,
+    workspace_bytes: int = 0,
     every_layer: bool = False,
 ) -> Timeline:
     """Return the timeline of loading the model and two optimizer steps.
 
     Args:
+        habits: of the training stack: how the loss is written.
+        workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices: one for forward, one for backward.
         targets: the linears that carry adapters, by their names within a layer.
         every_layer: run every layer, micro-batch and step for itself; the result is the same, later.
     """
@@ -48,17 +53,15 @@ def simulate(
     try:
         if not every_layer:
             try:
-                return _timeline(_run(spec, recipe, targets, plan), plan)
+                return _Run(spec, recipe, habits, targets, workspace_bytes, plan).timeline()
             except NotRepeatable:
                 pass
-        return _timeline(_run(spec, recipe, targets, whole, every_step=every_layer), whole)
+        return _Run(spec, recipe, habits, targets, workspace_bytes, whole).timeline(
+            every_step=every_layer
+        )
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _timeline(segments: list[Segment], plan: LayerPlan) -> Timeline:
-    return Timeline(parts=tuple(expand(segments, plan)))
 
 
 def _kinds(spec: ModelSpec, recipe: Recipe) -> list[tuple[int, bool]]:
@@ -66,77 +69,165 @@ def _kinds(spec: ModelSpec, recipe: Recipe) -> list[tuple[int, bool]]:
     return [(id(layer), is_checkpointed(recipe, index)) for index, layer in enumerate(spec.layers)]
 
 
-def _run(
-    spec: ModelSpec,
-    recipe: Recipe,
-    targets: frozenset[str],
-    plan: LayerPlan,
-    *,
-    every_step: bool = False,
-) -> list[Segment]:
-    tape = Tape()
-    tape.copies = plan.copies
-    short = replace(
-        spec, num_layers=len(plan.run), layers=tuple(spec.layers[index] for index in plan.run)
-    )
-    model = load(tape, short, recipe, targets)
-    for layer, index in zip(model.layers, plan.run, strict=True):
-        layer.checkpointed = is_checkpointed(recipe, index)
-    if every_step:
-        return _all_steps(tape, model, recipe)
-    return _steps_once(tape, model, recipe)
+class _Run:
+    """A model on a tape, and the passes over it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        recipe: Recipe,
+        habits: Habits,
+        targets: frozenset[str],
+        workspace_bytes: int,
+        plan: LayerPlan,
+    ) -> None:
+        self.recipe = recipe
+        self.habits = habits
+        self.workspace_bytes = workspace_bytes
+        self.plan = plan
+        self.tape = tape = Tape()
+        tape.copies = plan.copies
+        layers = tuple(spec.layers[index] for index in plan.run)
+        self.spec = replace(spec, num_layers=len(layers), layers=layers)
+        self.model = load(tape, self.spec, recipe, targets)
+        for layer, index in zip(self.model.layers, plan.run, strict=True):
+            layer.checkpointed = is_checkpointed(recipe, index)
+        self.optimizer = OPTIMIZERS[recipe.optimizer](tape, self.model.parameters, recipe)
+        self.workspaces: list[Tensor] = []
+
+    def timeline(self, *, every_step: bool = False) -> Timeline:
+        segments = self._all_steps() if every_step else self._steps_once()
+        return Timeline(parts=tuple(expand(segments, self.plan)))
+
+    def _all_steps(self) -> list[Segment]:
+        for step in range(1, NUM_STEPS + 1):
+            for _ in range(self.recipe.grad_accum):
+                self._micro_batch(step=step)
+            self._clip()
+            self._update()
+            self._zero_grad()
+        return self.tape.finish()
+
+    def _steps_once(self) -> list[Segment]:
+        """Run the first step; write the second one, but for its optimizer step, from it."""
+        tape, num_micro_batches = self.tape, self.recipe.grad_accum
+        loaded = tape.cut()
+        self._micro_batch(step=1)
+        first = tape.cut()
+        kept_gradients = not self.recipe.zero_grad_set_to_none
+        later: list[Segment] = []
+        if num_micro_batches > 1 or kept_gradients:
+            self._micro_batch(step=1)
+            later = tape.cut()
+        self._clip()
+        clip = tape.cut()
+        self._update()
+        first_update = tape.cut()
+        tape.step = 2
+        self._update()
+        second_update = tape.cut()
+        self._zero_grad()
+        zero = tape.cut()
+        tape.finish()
+
+        copies = _Copies(tape.num_passes)
+        segments = [*loaded, *first]
+        for _ in range(num_micro_batches - 1):
+            segments += copies.fresh(later, step=1)
+        segments += [*clip, *first_update, *copies.same(zero, step=1)]
+        first = without_workspaces(first)
+        if kept_gradients:
+            for _ in range(num_micro_batches):
+                segments += copies.fresh(later, step=2)
+            return segments + [*copies.fresh(clip, step=2), *second_update, *zero]
+        rest = [*clip, *second_update, *zero]
+        renamed = copies.fresh(first, step=2, among=[*first, *rest])
+        segments += renamed[: len(first)]
+        for _ in range(num_micro_batches - 1):
+            segments += copies.fresh(later, step=2)
+        return segments + renamed[len(first) :]
+
+    def _micro_batch(self, *, step: int) -> None:
+        tape, recipe = self.tape, self.recipe
+        tape.enter(Phase.FORWARD, step=step)
+        self._take_workspace(first=not self.workspaces)
+        tokens = recipe.micro_batch * recipe.seq_len
+        inputs = [
+            tape.new_tagged(tokens, INT64, Category.INPUTS, name)
+            for name in ("input_ids", "labels", "attention_mask")
+        ]
+        loss, outputs = self._forward(inputs[0], inputs[1])
+        del inputs
+        if not recipe.keep_outputs:
+            del outputs
+        tape.enter(Phase.BACKWARD)
+        self._take_workspace(first=len(self.workspaces) == 1)
+        tape.label = "loss"
+        tape.backward(loss, tape.new(1, loss.dtype))
+        tape.enter_layer(None)
+
+    def _take_workspace(self, *, first: bool) -> None:
+        """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace from its first product on."""
+        if first and self.workspace_bytes:
+            self.workspaces.append(
+                self.tape.new_tagged(self.workspace_bytes, UINT8, Category.WORKSPACES, "cublas")
+            )
+
+    def _forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        tape, recipe = self.tape, self.recipe
+        context = Context(
+            tape=tape,
+            micro_batch=recipe.micro_batch,
+            seq_len=recipe.seq_len,
+            attention=recipe.attention,
+            capability=(8, 0),
+            masks={},
+        )
+        with tape.autocast(recipe.precision.autocast_dtype):
+            hidden = hidden_states(tape, self.model, recipe, context, input_ids)
+            return causal_lm_loss(
+                tape,
+                self.spec,
+                self.model.head,
+                hidden,
+                labels,
+                habits=self.habits,
+                micro_batch=recipe.micro_batch,
+            )
+
+    def _clip(self) -> None:
+        clip_gradients(self.tape, self.model.parameters, self.recipe)
+
+    def _update(self) -> None:
+        self.tape.enter(Phase.OPTIMIZER)
+        self.optimizer.step()
+        self.tape.enter_layer(None)
+
+    def _zero_grad(self) -> None:
+        tape = self.tape
+        tape.enter(Phase.ZERO_GRAD)
+        if self.recipe.zero_grad_set_to_none:
+            for parameter in self.model.parameters:
+                if parameter.grad is not None:
+                    tape.enter_layer(parameter.layer)
+                    parameter.grad = None
+            tape.enter_layer(None)
 
 
-def _all_steps(tape: Tape, model: LoadedModel, recipe: Recipe) -> list[Segment]:
-    optimizer = OPTIMIZERS[recipe.optimizer](tape, model.parameters, recipe)
-    for step in range(1, NUM_STEPS + 1):
-        for _ in range(recipe.grad_accum):
-            _micro_batch(tape, model, recipe, step=step)
-        clip_gradients(tape, model.parameters, recipe)
-        tape.enter(Phase.OPTIMIZER)
-        optimizer.step()
-        _zero_grad(tape, model, recipe)
-    return tape.finish()
-
-
-def _steps_once(tape: Tape, model: LoadedModel, recipe: Recipe) -> list[Segment]:
-    """Run the first step; write the second one, but for its optimizer step, from it."""
-    optimizer = OPTIMIZERS[recipe.optimizer](tape, model.parameters, recipe)
-    loaded = tape.cut()
-    _micro_batch(tape, model, recipe, step=1)
-    first = tape.cut()
-    kept_gradients = not recipe.zero_grad_set_to_none
-    later: list[Segment] = []
-    if recipe.grad_accum > 1 or kept_gradients:
-        _micro_batch(tape, model, recipe, step=1)
-        later = tape.cut()
-    clip_gradients(tape, model.parameters, recipe)
-    clip = tape.cut()
-    tape.enter(Phase.OPTIMIZER)
-    optimizer.step()
-    first_update = tape.cut()
-    tape.enter(Phase.OPTIMIZER, step=2)
-    optimizer.step()
-    second_update = tape.cut()
-    _zero_grad(tape, model, recipe)
-    zero = tape.cut()
-    tape.finish()
-
-    copy = _Copies(tape.num_passes)
-    segments = [*loaded, *first]
-    for _ in range(recipe.grad_accum - 1):
-        segments += copy.fresh(later, step=1)
-    segments += [*clip, *first_update, *copy.same(zero, step=1)]
-    if kept_gradients:
-        for _ in range(recipe.grad_accum):
-            segments += copy.fresh(later, step=2)
-        return segments + [*copy.fresh(clip, step=2), *second_update, *zero]
-    with_new_gradients = [*first, *clip, *second_update, *zero]
-    renamed = copy.fresh(first, step=2, among=with_new_gradients)
-    segments += renamed[: len(first)]
-    for _ in range(recipe.grad_accum - 1):
-        segments += copy.fresh(later, step=2)
-    return segments + renamed[len(first) :]
+def without_workspaces(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments of a later pass: its workspaces are there already."""
+    kept = []
+    for segment in segments:
+        if any(tag.category is Category.WORKSPACES for tag in segment.tags):
+            rows = [
+                row
+                for row in zip(segment.block_ids, segment.sizes, segment.tags, strict=True)
+                if row[2].category is not Category.WORKSPACES
+            ]
+            columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
+            segment = replace(segment, block_ids=columns[0], sizes=columns[1], tags=columns[2])
+        kept.append(segment)
+    return kept
 
 
 class _Copies:
@@ -176,46 +267,3 @@ class _Copies:
             sizes=segment.sizes,
             tags=segment.tags,
         )
-
-
-def _micro_batch(tape: Tape, model: LoadedModel, recipe: Recipe, *, step: int) -> None:
-    tape.enter(Phase.FORWARD, step=step)
-    tokens = recipe.micro_batch * recipe.seq_len
-    inputs = [
-        tape.new_tagged(tokens, INT64, Category.INPUTS, name)
-        for name in ("input_ids", "labels", "attention_mask")
-    ]
-    with tape.autocast(recipe.precision.autocast_dtype):
-        loss = _forward(tape, model, recipe, inputs[0], inputs[1])
-    del inputs
-    if recipe.grad_accum > 1:
-        tape.label = "loss"
-    tape.enter(Phase.BACKWARD)
-    tape.backward(loss, tape.new(1, loss.dtype))
-    tape.enter_layer(None)
-
-
-def _forward(
-    tape: Tape, model: LoadedModel, recipe: Recipe, input_ids: Tensor, labels: Tensor
-) -> Tensor:
-    context = Context(
-        tape=tape,
-        micro_batch=recipe.micro_batch,
-        seq_len=recipe.seq_len,
-        attention=recipe.attention,
-        capability=(8, 0),
-        masks={},
-    )
-    hidden = hidden_states(tape, model, recipe, context, input_ids)
-    loss, _logits = causal_lm_loss(tape, model.head, hidden, labels, micro_batch=recipe.micro_batch)
-    return loss
-
-
-def _zero_grad(tape: Tape, model: LoadedModel, recipe: Recipe) -> None:
-    tape.enter(Phase.ZERO_GRAD)
-    if recipe.zero_grad_set_to_none:
-        for parameter in model.parameters:
-            if parameter.grad is not None:
-                tape.enter_layer(parameter.layer)
-                parameter.grad = None
-        tape.enter_layer(None)
