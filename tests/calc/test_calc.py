@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from wazn import calc
 from wazn.errors import InputError, UnknownFact
+from wazn.facts.models import load_model
 
 B = 10**9
 GB = 10**9
@@ -269,3 +270,25 @@ def test_the_peak_is_the_sum_of_states_and_activations(
     )
     assert result.peak_bytes == result.states_bytes + result.activation_bytes
     assert 0 <= result.states_bytes - num_parameters * result.bytes_per_parameter < 1
+
+
+def test_kv_cache_of_a_model_is_that_of_its_configuration() -> None:
+    """Llama-3.1-8B: 32 layers, 8 KV heads of 128 (its config.json); 8,192 tokens in 16 bits are 1 GiB."""
+    cache = calc.kv_cache_of_model(load_model("llama-3.1-8b"), tokens=8192)
+    assert (cache.layers, cache.kv_heads, cache.head_dim, cache.latent_dim) == (32, 8, 128, None)
+    assert cache.total_bytes == 2**30
+    assert cache.notes == ()
+
+
+def test_latent_attention_caches_one_short_vector_per_layer() -> None:
+    """DeepSeek-V2, table 1: (d_c + d_h^R) l = 9/2 d_h l elements per token, with d_h = 128 and 27 layers."""
+    cache = calc.kv_cache_of_model(load_model("deepseek-ai/DeepSeek-V2-Lite"), tokens=1, bits=8)
+    assert cache.total_bytes == Fraction(9, 2) * 128 * 27
+    assert (cache.kv_heads, cache.latent_dim) == (None, 576)
+
+
+def test_windows_of_attention_are_said_and_not_used() -> None:
+    """Mistral-7B-v0.1 looks back over 4,096 tokens: the textbook cache of 32,768 counts them all, and says so."""
+    cache = calc.kv_cache_of_model(load_model("mistralai/Mistral-7B-v0.1"), tokens=32_768)
+    assert cache.total_bytes == 32 * 2 * 8 * 128 * 2 * 32_768
+    assert cache.notes == ("cache-windows-not-used",)

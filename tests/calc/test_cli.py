@@ -102,6 +102,11 @@ SAID = [
         ],
     ),
     (
+        ("inference", "--model", "llama-3.1-8b", "--tokens", "8192"),
+        # 8,030,261,248 parameters: the published count of the checkpoint
+        ["8,030,261,248 parameters × 16 bits / 8", "= 16.061 GB", "= 1.074 GB (1.00 GiB)"],
+    ),
+    (
         ("kv-cache", *CACHE, "--sequences", "4", "--bits", "16"),
         [
             "2 × 32 layers × 8 KV heads × 128 × 16 bits / 8",
@@ -182,6 +187,9 @@ def test_a_language_without_words_yet_is_refused_and_says_what_works(wazn: Any, 
         ("inference", "--params", "7B", "--bits", "0"),
         ("inference", "--bits", "16"),
         ("inference", "--params", "7B", "--layers", "32"),
+        ("inference", "--params", "7B", "--model", "llama-3.1-8b"),
+        ("inference", "--model", "llama-3.1-8b", "--tokens", "8192", "--layers", "32"),
+        ("inference", "--model", "llama-3.1-8b", "--tokens", "1" + 18 * "0"),
         (
             "kv-cache",
             "--layers",
