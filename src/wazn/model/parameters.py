@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
+from typing import Protocol, TypeVar
 
 from wazn.model.spec import (
     AttentionSpec,
@@ -31,10 +32,20 @@ __all__ = [
     "Parameter",
     "count_layer_parameters",
     "count_parameters",
+    "in_creation_order",
     "layer_parameters",
     "outer_parameters",
     "parameters",
+    "v4_name",
 ]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
 
 
 class Group(StrEnum):
@@ -128,12 +139,12 @@ def layer_parameters(layer: LayerSpec, *, fused_experts: bool = True) -> tuple[P
         found += _moe(mlp, _fused_experts(mlp))
     else:
         experts = _listed_experts(mlp) if mlp.v4.listed else _fused_experts(mlp)
-        found += _in_order(_moe(mlp, experts), mlp.v4.registration)
+        found += in_creation_order(_moe(mlp, experts), mlp.v4.registration)
     for norm in layer.norms:
         found += _norm(norm)
-    found = _in_order(found, layer.registration)
+    found = in_creation_order(found, layer.registration)
     if isinstance(mlp, MoeSpec) and not fused_experts and mlp.v4.renames:
-        found = [replace(p, name=_renamed(p.name, mlp.v4.renames)) for p in found]
+        found = [replace(p, name=v4_name(p.name, mlp)) for p in found]
     return tuple(found)
 
 
@@ -154,14 +165,23 @@ def outer_parameters(spec: ModelSpec) -> OuterParameters:
     if spec.registration:
         order = spec.registration
         cut = order.index("layers")
-        everything = _in_order(found + after, order)
+        everything = in_creation_order(found + after, order)
         found = [p for p in everything if _rank(p.name, order) < cut]
         after = [p for p in everything if _rank(p.name, order) > cut]
     return OuterParameters(before=tuple(found), after=tuple(after))
 
 
-def _in_order(found: list[Parameter], order: tuple[str, ...]) -> list[Parameter]:
-    return sorted(found, key=lambda p: _rank(p.name, order)) if order else found
+def in_creation_order(found: list[N], order: tuple[str, ...]) -> list[N]:
+    """Sort parts by the module that they belong to; parts of one module keep their places."""
+    return sorted(found, key=lambda part: _rank(part.name, order)) if order else found
+
+
+def v4_name(name: str, moe: MoeSpec) -> str:
+    """Return how transformers 4.57 names what 5 calls `name`, below a layer with these experts."""
+    for new, old in moe.v4.renames:
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
 
 
 def _rank(name: str, order: tuple[str, ...]) -> int:
@@ -255,13 +275,6 @@ def _moe(moe: MoeSpec, experts: list[Parameter]) -> list[Parameter]:
     return found
 
 
-def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
-    for new, old in renames:
-        if name.startswith(new):
-            return old + name.removeprefix(new)
-    return name
-
-
 def _fused_experts(moe: MoeSpec) -> list[Parameter]:
     hidden, intermediate = moe.expert.down.out_features, moe.expert.down.in_features
     experts = moe.num_experts
@@ -284,7 +297,7 @@ def _fused_experts(moe: MoeSpec) -> list[Parameter]:
 
 
 def _listed_experts(moe: MoeSpec) -> list[Parameter]:
-    expert = _in_order(_mlp(moe.expert, Group.EXPERTS), moe.v4.expert_registration)
+    expert = in_creation_order(_mlp(moe.expert, Group.EXPERTS), moe.v4.expert_registration)
     return [
         Parameter(name=f"{moe.experts_name}.{index}.{p.name}", shape=p.shape, group=p.group)
         for index in range(moe.num_experts)

@@ -99,13 +99,18 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A matrix product: weight [out_features, in_features], or transposed where `conv1d` (GPT-2's Conv1D)."""
+    """A matrix product: weight [out_features, in_features], or transposed where `conv1d` (GPT-2's Conv1D).
+
+    subclass: its class is not nn.Linear itself but a subclass of it, which bitsandbytes under transformers 5 leaves
+        alone and LoRA adapts all the same (Falcon's linears, the router of Phi's experts).
+    """
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
     conv1d: bool = False
+    subclass: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -315,6 +320,9 @@ class ModelSpec:
     logits_scaled: bool = False  # Cohere, Granite
     max_positions: int | None = None
     checkpoint_dtype: str | None = None  # torch_dtype of the config
+    checkpoint_quantization: str | None = (
+        None  # `quant_method` of a checkpoint that is stored quantized
+    )
     head_normalized: bool = False
     rotary_dim: int = 0  # width of the cos and sin tables; 0 without rotary
     rotary_tables: int = (

@@ -184,15 +184,25 @@ def plain_mlp(
     down: str,
     bias: bool = True,
     conv1d: bool = False,
+    subclass: bool = False,
     dropout: float = 0.0,
 ) -> MlpSpec:
     """down(act(up x))."""
+
+    def linear(name: str, in_features: int, out_features: int) -> Linear:
+        return Linear(
+            name=name,
+            in_features=in_features,
+            out_features=out_features,
+            bias=bias,
+            conv1d=conv1d,
+            subclass=subclass,
+        )
+
     return MlpSpec(
         gate=None,
-        up=Linear(name=up, in_features=hidden, out_features=intermediate, bias=bias, conv1d=conv1d),
-        down=Linear(
-            name=down, in_features=intermediate, out_features=hidden, bias=bias, conv1d=conv1d
-        ),
+        up=linear(up, hidden, intermediate),
+        down=linear(down, intermediate, hidden),
         activation=activation,
         dropout=dropout,
     )
@@ -265,5 +275,11 @@ def decoder(
         ),
         max_positions=c.optional_count("max_position_embeddings"),
         checkpoint_dtype=c.word("dtype") or c.word("torch_dtype"),
+        checkpoint_quantization=_quant_method(c),
         **rest,
     )
+
+
+def _quant_method(c: Fields) -> str | None:
+    method = c.section("quantization_config").get("quant_method")
+    return method if isinstance(method, str) else None

@@ -210,6 +210,7 @@ def moe(
     module: str = "mlp",
     router: str = "gate",
     router_bias: bool = False,
+    router_is_linear: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     **rest: Any,
 ) -> MoeSpec:
@@ -220,7 +221,6 @@ def moe(
             f"`{c.written('num_experts_per_tok')}` ({chosen}) must be at most "
             f"`{c.written('num_experts')}` ({experts})"
         )
-    rest.setdefault("router_is_linear", False)
     return MoeSpec(
         flavour=c.model_type,
         router=Linear(
@@ -228,6 +228,7 @@ def moe(
             in_features=s.hidden,
             out_features=experts,
             bias=router_bias,
+            subclass=router_is_linear,
         ),
         expert=gated_mlp(
             s.hidden,
@@ -237,6 +238,7 @@ def moe(
             prefix="",
             names=names,
         ),
+        router_is_linear=router_is_linear,
         experts_name=f"{module}.experts",
         num_experts=experts,
         experts_per_token=chosen,
