@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -70,6 +71,19 @@ def test_a_module_ends_before_one_loses_the_thread() -> None:
     """No source file has more than 700 lines: past that, there is a seam to be found."""
     lengths = {path: path.read_text("utf-8").count("\n") for path in SOURCE.rglob("*.py")}
     assert {str(path): length for path, length in lengths.items() if length > 700} == {}
+
+
+def test_every_test_states_the_fact_that_it_proves() -> None:
+    """A test without a docstring proves something that nobody wrote down."""
+    silent = [
+        f"{path.name}: {node.name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and not ast.get_docstring(node)
+    ]
+    assert silent == []
 
 
 def test_the_layers_are_checked_in_ci() -> None:
