@@ -62,9 +62,12 @@ class Storage:
 
 
 class Tensor:
-    """`numel` elements of one type; several tensors may view one storage."""
+    """`numel` elements of one type; several tensors may view one storage.
 
-    __slots__ = ("dtype", "node", "numel", "output_nr", "requires_grad", "storage")
+    `base` is the tensor that a gradient is a view of: PyTorch's views keep theirs alive, also inside backward.
+    """
+
+    __slots__ = ("base", "dtype", "node", "numel", "output_nr", "requires_grad", "storage")
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Tensor:
         self.requires_grad = requires_grad
         self.node: Node | None = None
         self.output_nr = 0
+        self.base: Tensor | None = None
 
     def detach(self) -> Tensor:
         """Return a view without history."""
@@ -87,6 +91,12 @@ class Tensor:
     def view(self, numel: int) -> Tensor:
         """Return a view of `numel` elements without history."""
         return Tensor(self.storage, numel, self.dtype)
+
+    def view_with_base(self) -> Tensor:
+        """Return a gradient in another shape; nothing is added to it in place, as its storage has two holders."""
+        view = Tensor(self.storage, self.numel, self.dtype)
+        view.base = self
+        return view
 
 
 SCALAR = Tensor(
@@ -538,7 +548,8 @@ class Tape:
         gradient = gradients.pop()
         if gradient is None or parameter.grad is not None:
             return  # added in place to the gradient that is there
-        if sys.getrefcount(gradient) > _STOLEN_ALONE or not _is_only_view(gradient):
+        alone = gradient.base is not None or _is_only_view(gradient)
+        if not alone or sys.getrefcount(gradient) > _STOLEN_ALONE:
             self.label = parameter.name
             gradient = self.new(gradient.numel, gradient.dtype)
         assert gradient.storage is not None
