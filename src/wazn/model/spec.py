@@ -37,7 +37,7 @@ class NormKind(StrEnum):
     RMS: llama's; x to fp32, weight times the result cast back.
     RMS_GEMMA: (1 + weight) in fp32, cast back last.
     RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last.
-    RMS_TORCH: torch's fused rms_norm.
+
     LAYER: torch's layer_norm.
     LAYER_FP32: olmo; layer_norm on an fp32 copy, without weight.
     LAYER_COHERE: mean and variance by hand in fp32, without bias.
@@ -48,7 +48,6 @@ class NormKind(StrEnum):
     RMS = "rms"
     RMS_GEMMA = "rms-gemma"
     RMS_CAST_LAST = "rms-cast-last"
-    RMS_TORCH = "rms-torch"
     LAYER = "layer"
     LAYER_FP32 = "layer-fp32"
     LAYER_COHERE = "layer-cohere"
@@ -145,13 +144,13 @@ class AttentionSpec:
     """Softmax attention with `num_heads` queries over `num_kv_heads` keys and values.
 
     projections: in the order in which the code calls them: (q, k, v), or one fused matrix.
-    fused: how one matrix is cut: None for separate ones; `chunk` (plain slices along the last axis: views), `per-head`
-        (viewed as [heads, 3, head_dim], then sliced), `per-group` (InternLM 2: viewed as [groups, heads per group + 2,
+    fused: how one matrix is cut: None for separate ones; `chunk` (split along the last axis: views), `slices` (Phi 3: one
+        slice each, whose gradients are added), `per-head` (viewed as [heads, 3 * head_dim], then split; BLOOM and Falcon select), `per-group` (InternLM 2: viewed as [groups, heads per group + 2,
         head_dim], then sliced; queries are copied), `per-group-expanded` (Falcon-40B: the same, and keys and values
         are copied to every head).
     code: the family whose attention runs:
         `llama`: one of transformers' attention functions; the eager one has its softmax in fp32, cast back;
-        `gptj`: the same, eager scores in fp32;
+        `gpt2`: the same, eager softmax in the type of the scores; `gptj`: the same, eager scores in fp32;
         `opt`: queries scaled by a product of their own, then as llama;
         `gpt_neo`: eager or flash only, scores in fp32, causal by `where`;
         `bloom`: eager only, baddbmm onto alibi;
@@ -159,7 +158,8 @@ class AttentionSpec:
         `falcon`: its own sdpa and eager, without dropout where there is no alibi;
         `gpt_oss`: one of the attention functions, sinks joined to the scores by cat in the eager one.
     rotary_code: the family whose `apply_rotary_pos_emb` runs:
-        `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
+        `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat; `phi`: the same, queries and
+        keys joined after both have been rotated;
         `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
         `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
         `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head;
@@ -177,6 +177,9 @@ class AttentionSpec:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     norm_per_head: bool = True  # after the view to heads; else over the whole projection
+    norm_each_projection: bool = (
+        False  # each is normed before the next is computed (Qwen 3, OLMo 2)
+    )
     window: int | None = None
     softcap: float | None = None
     sinks: bool = (

@@ -155,7 +155,7 @@ def gpt2(c: Fields) -> ModelSpec:
     """GPT-2: Conv1D matrices (weight [in, out]), learned positions, dropout on by default."""
     s = sizes(c, intermediate=inner_size(c))
     _decoder_only(c)
-    attention = _fused_attention(c, s, out_features=3 * s.hidden, conv1d=True)
+    attention = _fused_attention(c, s, out_features=3 * s.hidden, conv1d=True, code="gpt2")
     layer = _gpt2_layer(s, attention, _gpt2_mlp(c, s, dropout="resid_pdrop", conv1d=True))
     return _gpt2_model(c, s, (layer,) * s.layers, dropout="embd_pdrop")
 
@@ -177,7 +177,13 @@ def gpt_bigcode(c: Fields) -> ModelSpec:
 
 
 def _fused_attention(
-    c: Fields, s: Sizes, *, out_features: int, fused: str = "chunk", conv1d: bool = False
+    c: Fields,
+    s: Sizes,
+    *,
+    out_features: int,
+    fused: str = "chunk",
+    conv1d: bool = False,
+    code: str = "llama",
 ) -> AttentionSpec:
     return AttentionSpec(
         projections=(
@@ -200,6 +206,7 @@ def _fused_attention(
         num_kv_heads=s.kv_heads,
         head_dim=s.head_dim,
         fused=fused,
+        code=code,
         rotary=RotaryKind.NONE,
         dropout=c.probability("attn_pdrop"),
         output_dropout=c.probability("resid_pdrop"),
@@ -340,7 +347,7 @@ def gpt_neox(c: Fields) -> ModelSpec:
         head_dim=s.head_dim,
         fused="per-head",
         rotary_dim=rotary,
-        rotary_code="phi3",
+        rotary_code="phi",
         rotary_concat=True,
         dropout=c.probability("attention_dropout"),
     )

@@ -336,7 +336,8 @@ def qwen3(c: Fields) -> ModelSpec:
     """Qwen 3: queries and keys normed per head."""
     s = sizes(c)
     bias, dropout = c.flag("attention_bias"), c.probability("attention_dropout")
-    return _qwen(c, s, bias=bias, dropout=dropout, **qk_norms(s.head_dim, NormKind.RMS))
+    normed = qk_norms(s.head_dim, NormKind.RMS)
+    return _qwen(c, s, bias=bias, dropout=dropout, norm_each_projection=True, **normed)
 
 
 def smollm3(c: Fields) -> ModelSpec:
@@ -464,7 +465,7 @@ def nemotron(c: Fields) -> ModelSpec:
     rotary = rotary_dim(c, s.head_dim, default=0.5)
     layer = pre_norm_layer(
         s,
-        attention=llama_attention(c, s, rotary_dim=rotary, rotary_code="phi3", rotary_concat=True),
+        attention=llama_attention(c, s, rotary_dim=rotary, rotary_code="phi", rotary_concat=True),
         mlp=up_down(c, s, bias=c.flag("mlp_bias")),
         kind=NormKind.LAYER_1P,
         bias=True,
@@ -518,7 +519,7 @@ def stablelm(c: Fields) -> ModelSpec:
         output_bias=False,
         dropout=c.probability("attention_dropout"),
         rotary_dim=rotary,
-        rotary_code="phi3",
+        rotary_code="phi",
         rotary_concat=True,
         **per_head,
     )

@@ -336,6 +336,7 @@ def qwen3_moe(c: Fields) -> ModelSpec:
         c,
         s,
         window=c.optional_count("sliding_window") if c.flag("use_sliding_window") else None,
+        norm_each_projection=True,
         **qk_norms(s.head_dim, NormKind.RMS),
     )
     experts = moe(

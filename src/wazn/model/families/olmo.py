@@ -126,7 +126,7 @@ def wide_qk_norms(s: Sizes, kind: NormKind) -> dict[str, Any]:
     """Norms over whole projections, before the view to heads."""
     (q,) = norms(("self_attn.q_norm",), s.heads * s.head_dim, kind)
     (k,) = norms(("self_attn.k_norm",), s.kv_heads * s.head_dim, kind)
-    return {"q_norm": q, "k_norm": k, "norm_per_head": False}
+    return {"q_norm": q, "k_norm": k, "norm_per_head": False, "norm_each_projection": True}
 
 
 def olmo2(c: Fields) -> ModelSpec:

@@ -62,7 +62,7 @@ def phi(c: Fields) -> ModelSpec:
         names=("q_proj", "k_proj", "v_proj", "dense"),
         dropout=c.probability("attention_dropout"),
         rotary_dim=rotary,
-        rotary_code="phi3",
+        rotary_code="phi",
         rotary_concat=True,
         **per_head,
     )
@@ -102,7 +102,7 @@ def phi3(c: Fields) -> ModelSpec:
         num_heads=s.heads,
         num_kv_heads=s.kv_heads,
         head_dim=s.head_dim,
-        fused="chunk",
+        fused="slices",
         rotary_dim=rotary,
         rotary_code="phi3",
         rotary_concat=True,
