@@ -11,8 +11,9 @@ The state is four structures of plain integers, so that `replay` can work on the
     free_from       address of a free block -> its key
     free_to         address behind a free block -> its key
 
-Segments never touch (there is a gap between them), so that two free blocks that do touch belong to one segment and are
-merged. Addresses only grow. The real driver's addresses cannot be known; they matter only between free blocks of equal size.
+Segments never touch (there is a gap between them), so that two free blocks that do touch belong to one segment and
+are merged. Addresses only grow. The real driver's addresses cannot be known; they matter only between free blocks of
+equal size.
 
 Outside the model: more than one stream (and `record_stream`), CUDA graphs' private pools, `cudaMallocAsync`.
 """

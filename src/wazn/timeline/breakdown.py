@@ -3,9 +3,9 @@
 This is allocated memory as PyTorch counts it, except for the at most 1 MiB by which a block of the large pool may be
 larger than its request (`replay` knows those): every block counts with its size rounded up to 512 bytes.
 
-The repetitions of a part differ by a constant: repetition t starts `t * net` higher than the first one, where `net` is
-what one repetition leaves behind. So the highest point of a segment over all repetitions is that of the last one if `net` is
-positive, else that of the first.
+The repetitions of a part differ by a constant: repetition t starts `t * net` higher than the first one, where `net`
+is what one repetition leaves behind. So the highest point of a segment over all repetitions is that of the last one
+if `net` is positive, else that of the first.
 """
 
 from __future__ import annotations
@@ -93,20 +93,21 @@ def peak(timeline: Timeline) -> Peak:
     for part_index, (part, sizes) in enumerate(zip(timeline.parts, columns, strict=True)):
         if part.times <= 0:
             continue
-        totals = [list(accumulate(column)) for column in sizes]
-        net = sum(total[-1] for total in totals if total)
+        totals = [list(accumulate(column, initial=0)) for column in sizes]
+        net = sum(total[-1] for total in totals)
         repetition = part.times - 1 if net > 0 else 0
-        last = level + (part.times - 1) * net  # where the last repetition starts
         start = level + repetition * net  # where the highest repetition starts
+        last = level + (part.times - 1) * net  # where the last one starts
         for segment_index, (segment, total) in enumerate(zip(part.segments, totals, strict=True)):
-            top = start + max(total, default=0)
-            if total:
-                if top > highest:
-                    highest = top
-                    position = total.index(top - start)
-                    place = _Place(part_index, repetition, segment_index, position)
-                start += total[-1]
-                last += total[-1]
+            top = start + max(total)
+            if top > highest:
+                highest = top
+                position = (
+                    total.index(top - start) - 1
+                )  # totals begin with the 0 before the first event
+                place = _Place(part_index, repetition, segment_index, position)
+            start += total[-1]
+            last += total[-1]
             key = (segment.step, segment.phase)
             before = phases.get(key)
             phases[key] = (top if before is None else max(top, before[0]), last)

@@ -365,7 +365,9 @@ class _Run:
         return highest
 
     def _jump(self, start: _Start, part: Part, templates: list[_Template], repetition: int) -> int:
-        """Skip repetitions that must go like the one just run; return how many. The last one is always run.
+        """Skip repetitions that must go like the one just run; return how many.
+
+        The last one that fits is always run, since it is the one that may set a peak.
 
         If a repetition left the free blocks exactly as it had found them, and freed nothing from outside, then all that
         it kept lies in segments that it took fresh from the device. The next repetition finds the same free blocks, so
@@ -378,7 +380,7 @@ class _Run:
         fresh_bytes = allocator.reserved_bytes - start.reserved_bytes
         for limit in (allocator.capacity_bytes, allocator.allowed_bytes):
             if limit is not None and fresh_bytes:
-                times = min(times, (limit - allocator.reserved_bytes) // fresh_bytes)
+                times = min(times, (limit - allocator.reserved_bytes) // fresh_bytes - 1)
         if times <= 0:
             return 0
         num_events = self.index - start.index

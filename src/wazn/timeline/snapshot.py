@@ -1,7 +1,8 @@
 """A timeline as a memory snapshot that PyTorch's own tools open.
 
-The layout is that of `torch.cuda.memory._snapshot()`; `torch.cuda._memory_viz` and https://pytorch.org/memory_viz read
-it. Where PyTorch puts the stack of the Python call, the frames say what the block is for: its tag, layer, phase and step.
+The layout is that of `torch.cuda.memory._snapshot()`; `torch.cuda._memory_viz` and https://pytorch.org/memory_viz
+read it. Where PyTorch puts the stack of the Python call, the frames say what the block is for: its tag, layer, phase
+and step.
 """
 
 from __future__ import annotations
