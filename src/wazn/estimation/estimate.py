@@ -25,7 +25,7 @@ from wazn.model.lora import adapted_linears
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Attention, Recipe
-from wazn.simulate.step import simulate
+from wazn.simulate.step import Simulation, simulate
 from wazn.timeline.events import Category, Phase, Timeline
 from wazn.timeline.replay import OutOfMemory, Replay, replay
 
@@ -195,7 +195,7 @@ def estimate(
     choice = None if gpu is None else resolve_gpu(gpu)
     card = None if choice is None else choice.gpu
     targets = _targets(spec, recipe)
-    timeline = simulate(
+    simulation = simulate(
         spec,
         recipe,
         habits,
@@ -206,7 +206,7 @@ def estimate(
         spec,
         recipe,
         card,
-        timeline,
+        simulation,
         notes=(
             *source.notes,
             *(() if choice is None else choice.notes),
@@ -226,13 +226,14 @@ def _answer(
     spec: ModelSpec,
     recipe: Recipe,
     card: Gpu | None,
-    timeline: Timeline,
+    simulation: Simulation,
     *,
     notes: tuple[Note, ...],
     defaults: Mapping[str, str],
 ) -> Estimate:
+    timeline = simulation.timeline
     free = replay(timeline)
-    outside = _outside(card)
+    outside = _outside(card, simulation.managed_bytes)
     outside_bytes = sum(line.num_bytes for line in outside)
     device_bytes = free.peak_reserved_bytes + outside_bytes
     moment = free.peak
@@ -243,7 +244,7 @@ def _answer(
             id=spec.id,
             family=spec.family,
             num_parameters=count_parameters(spec),
-            num_trainable_parameters=0,
+            num_trainable_parameters=simulation.num_trainable_parameters,
         ),
         recipe=recipe,
         cluster=Cluster(gpu=card),
@@ -282,18 +283,28 @@ def _answer(
     )
 
 
-def _outside(card: Gpu | None) -> tuple[OutsideLine, ...]:
+def _outside(card: Gpu | None, managed_bytes: int) -> tuple[OutsideLine, ...]:
+    lines = []
     context = None if card is None else cuda_context(card)
-    if context is None:
-        return ()
-    return (
-        OutsideLine(
-            category="context",
-            num_bytes=context.num_bytes,
-            basis=context.basis,
-            source=context.source,
-        ),
-    )
+    if context is not None:
+        lines.append(
+            OutsideLine(
+                category="context",
+                num_bytes=context.num_bytes,
+                basis=context.basis,
+                source=context.source,
+            )
+        )
+    if managed_bytes:
+        lines.append(
+            OutsideLine(
+                category="managed-memory",
+                num_bytes=managed_bytes,
+                basis="counted",
+                source="paged optimizer states: cudaMallocManaged (bitsandbytes, functional.py, get_paged)",
+            )
+        )
+    return tuple(lines)
 
 
 def _fit(card: Gpu | None, timeline: Timeline, free: Replay, outside_bytes: int) -> Fit:

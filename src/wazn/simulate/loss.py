@@ -115,9 +115,9 @@ def _loss_function(
         padded = tape.new(labels.numel + micro_batch, INT64)
         labels = tape.new(labels.numel, INT64)
         del padded
-    else:
-        logits, labels = _shift(tape, logits, labels, micro_batch)
-    return cross_entropy(tape, logits, labels)
+        return cross_entropy(tape, logits, labels)
+    shifted, shifted_labels = _shift(tape, logits, labels, micro_batch)
+    return cross_entropy(tape, shifted, shifted_labels)
 
 
 def _shift(tape: Tape, logits: Tensor, labels: Tensor, micro_batch: int) -> tuple[Tensor, Tensor]:

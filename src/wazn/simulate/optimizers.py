@@ -1,7 +1,7 @@
 """Optimizers: their states, made at the first step, and what a step holds for a moment.
 
-A step goes over parameter groups, as Trainer makes them: with weight decay and without (biases and norms). Lists of tensors that a
-foreach function makes are allocated parameter by parameter, in order.
+A step goes over parameter groups, as Trainer makes them: with weight decay and without (biases and norms). Lists of
+tensors that a foreach function makes are allocated parameter by parameter, in order.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from wazn.dtypes import FLOAT32
+from wazn.dtypes import BFLOAT16, FLOAT32, UINT8, Dtype
+from wazn.errors import Unsupported
 from wazn.recipe import Optimizer, Recipe
 from wazn.simulate.tape import Parameter, Tape, Tensor
 from wazn.timeline.events import Category, Phase
+from wazn.units import ceil_div
 
-__all__ = ["OPTIMIZERS", "OptimizerModule", "clip_gradients"]
+__all__ = ["OptimizerModule", "clip_gradients", "make_optimizer"]
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -23,13 +25,19 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 class OptimizerModule(Protocol):
     """Holds states, and updates the parameters that have gradients."""
 
+    managed_bytes: int
+    """States in CUDA managed memory, outside PyTorch's allocator, for the whole model."""
+
     def step(self) -> None:
         """Do one update."""
         ...
 
 
-def groups(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Return the trained parameters with weight decay, and those without (Trainer.create_optimizer)."""
+def decay_groups(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Return the trained parameters with weight decay, and those without.
+
+    Source: transformers, Trainer.create_optimizer and get_decay_parameter_names.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decayed = [p for p in trained if not _NO_DECAY.search(p.name.lower())]
     rest = [p for p in trained if _NO_DECAY.search(p.name.lower())]
@@ -37,13 +45,17 @@ def groups(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 def tensors_like(
-    tape: Tape, parameters: Sequence[Parameter], category: Category, label: str
+    tape: Tape,
+    parameters: Sequence[Parameter],
+    category: Category,
+    label: str,
+    dtype: Dtype | None = None,
 ) -> list[Tensor]:
-    """Allocate one tensor for each parameter, of its size and type, in order."""
+    """Allocate one tensor for each parameter, of its size, in order."""
     made = []
     for parameter in parameters:
         tape.enter_layer(parameter.layer)
-        made.append(tape.new_tagged(parameter.numel, parameter.dtype, category, label))
+        made.append(tape.new_tagged(parameter.numel, dtype or parameter.dtype, category, label))
     tape.enter_layer(None)
     return made
 
@@ -56,44 +68,337 @@ def release(tape: Tape, parameters: Sequence[Parameter], tensors: list[Tensor]) 
     tape.enter_layer(None)
 
 
-class AdamWForeach:
-    """torch.optim.AdamW(foreach=True): two states, and while a group is updated the square roots of all its second moments.
-
-    Source: torch/optim/adam.py, `_multi_tensor_adam`: `exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)`; the
-    step counts are tensors on the CPU (`_init_group`).
-    """
+class _Base:
+    """Groups, states, and what all optimizers here are made with."""
 
     def __init__(self, tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
         self.tape = tape
-        self.groups = groups(parameters)
-        self.states: list[list[Tensor]] = []
+        self.recipe = recipe
+        self.groups = decay_groups(parameters)
+        self.states: dict[int, list[Tensor]] = {}
+        self.managed_bytes = 0
+
+    def state(self, numel: int, dtype: Dtype, label: str) -> Tensor:
+        """Allocate one state in the current layer."""
+        return self.tape.new_tagged(numel, dtype, Category.OPTIMIZER_STATES, label)
+
+
+class AdamW(_Base):
+    """torch.optim.AdamW: two states. foreach: the square roots of a group's second moments, for a moment; fused: nothing.
+
+    Source: torch/optim/adam.py: `_init_group` (the step counts are on the GPU only where fused), `_multi_tensor_adam`
+    (`exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)`), `_fused_adam`.
+    """
+
+    fused = False
+
+    def step(self) -> None:
+        """Update each group; make its states first if it has none."""
+        for group in self.groups:
+            for parameter in group:
+                if id(parameter) not in self.states:
+                    self.tape.enter_layer(parameter.layer)
+                    self.states[id(parameter)] = self._moments(parameter)
+            self._update(group)
+        self.tape.enter_layer(None)
+
+    def _moments(self, parameter: Parameter) -> list[Tensor]:
+        dtype = self.recipe.precision.state_dtype or parameter.dtype
+        counts = [self.state(1, FLOAT32, "step")] if self.fused else []
+        return [
+            *counts,
+            self.state(parameter.numel, dtype, "exp_avg"),
+            self.state(parameter.numel, dtype, "exp_avg_sq"),
+        ]
+
+    def _update(self, group: Sequence[Parameter]) -> None:
+        if self.fused:
+            return
+        dtype = self.recipe.precision.state_dtype
+        roots = tensors_like(self.tape, group, Category.TEMPORARY, "exp_avg_sq_sqrt", dtype)
+        release(self.tape, group, roots)
+
+
+class FusedAdamW(AdamW):
+    """torch.optim.AdamW(fused=True)."""
+
+    fused = True
+
+
+class MasterAdamW(_Base):
+    """AdamW on an fp32 master copy of 16-bit weights, as DeepSpeed's ZeRO optimizers do it on one GPU.
+
+    The copy is made with the optimizer; a step turns the gradients of a group to fp32 first.
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, `single_partition_of_fp32_groups` and `step`.
+    """
+
+    def __init__(self, tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
+        super().__init__(tape, parameters, recipe)
+        self.master_dtype = recipe.precision.master_dtype or FLOAT32
+        self.masters = [
+            tensors_like(tape, group, Category.OPTIMIZER_STATES, "master", self.master_dtype)
+            for group in self.groups
+        ]
 
     def step(self) -> None:
         """Update each group; make its states first if it has none."""
         tape = self.tape
-        first = not self.states
+        dtype = self.recipe.precision.state_dtype or self.master_dtype
         for group in self.groups:
-            if first:
-                self.states.append(_moments(tape, group))
-            roots = tensors_like(tape, group, Category.TEMPORARY, "exp_avg_sq_sqrt")
-            release(tape, group, roots)
+            gradients = tensors_like(tape, group, Category.TEMPORARY, "gradient", self.master_dtype)
+            for parameter in group:
+                if id(parameter) not in self.states:
+                    tape.enter_layer(parameter.layer)
+                    self.states[id(parameter)] = [
+                        self.state(parameter.numel, dtype, name)
+                        for name in ("exp_avg", "exp_avg_sq")
+                    ]
+            release(tape, group, gradients)
 
 
-def _moments(tape: Tape, group: Sequence[Parameter]) -> list[Tensor]:
-    states = []
-    for parameter in group:
-        tape.enter_layer(parameter.layer)
-        for name in ("exp_avg", "exp_avg_sq"):
-            states.append(
-                tape.new_tagged(parameter.numel, parameter.dtype, Category.OPTIMIZER_STATES, name)
+class Sgd(_Base):
+    """torch.optim.SGD(foreach=True) without weight decay: no state, or a copy of the first gradient with momentum.
+
+    Source: torch/optim/sgd.py, `_multi_tensor_sgd`.
+    """
+
+    momentum = False
+
+    def step(self) -> None:
+        """Update each group in place."""
+        if not self.momentum:
+            return
+        for group in self.groups:
+            for parameter in group:
+                if id(parameter) not in self.states:
+                    self.tape.enter_layer(parameter.layer)
+                    dtype = self.recipe.precision.state_dtype or parameter.dtype
+                    buffer = self.state(parameter.numel, dtype, "momentum_buffer")
+                    self.states[id(parameter)] = [buffer]
+        self.tape.enter_layer(None)
+
+
+class SgdMomentum(Sgd):
+    """torch.optim.SGD(momentum=0.9)."""
+
+    momentum = True
+
+
+class Bitsandbytes(_Base):
+    """bitsandbytes' blockwise optimizers: kernels without temporaries; `bits` 8 or 32, one or two states.
+
+    In 8 bits: a byte per element, an fp32 scale per 256 elements, one table of 256 per state for all tensors; tensors
+    of fewer than 4,096 elements keep fp32 states. Paged: states of 100,000 elements and more are managed memory.
+    Source: bitsandbytes 0.50, optim/optimizer.py, `Optimizer2State.init_state`, `get_state_buffer`.
+    """
+
+    bits = 8
+    num_states = 2
+    paged = False
+
+    def __init__(self, tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
+        super().__init__(tape, parameters, recipe)
+        self.tables: list[Tensor] = []
+
+    def step(self) -> None:
+        """Update parameter by parameter; make its states first if it has none."""
+        for group in self.groups:
+            for parameter in group:
+                if id(parameter) not in self.states:
+                    self.states[id(parameter)] = self._make(parameter)
+        self.tape.enter_layer(None)
+
+    def _make(self, parameter: Parameter) -> list[Tensor]:
+        in_8_bits = self.bits == 8 and parameter.numel >= 4096
+        if in_8_bits and not self.tables:
+            self.tape.enter_layer(None)
+            self.tables = [self.state(256, FLOAT32, "qmap") for _ in range(self.num_states)]
+        self.tape.enter_layer(parameter.layer)
+        dtype = UINT8 if in_8_bits else FLOAT32
+        made = []
+        for number in range(1, self.num_states + 1):
+            if self.paged and parameter.numel >= 100_000:
+                copies = self.tape.copies.get(parameter.layer, 1)
+                self.managed_bytes += copies * parameter.numel * dtype.itemsize
+            else:
+                made.append(self.state(parameter.numel, dtype, f"state{number}"))
+        if in_8_bits:
+            for number in range(1, self.num_states + 1):
+                made.append(self.state(ceil_div(parameter.numel, 256), FLOAT32, f"absmax{number}"))
+        return made
+
+
+class AdamW8bit(Bitsandbytes):
+    """bitsandbytes.optim.AdamW8bit."""
+
+
+class PagedAdamW8bit(Bitsandbytes):
+    """bitsandbytes.optim.PagedAdamW8bit."""
+
+    paged = True
+
+
+class PagedAdamW(Bitsandbytes):
+    """bitsandbytes.optim.PagedAdamW32bit."""
+
+    bits = 32
+    paged = True
+
+
+class Lion(Bitsandbytes):
+    """bitsandbytes.optim.Lion32bit."""
+
+    bits = 32
+    num_states = 1
+
+
+class Lion8bit(Bitsandbytes):
+    """bitsandbytes.optim.Lion8bit."""
+
+    num_states = 1
+
+
+class Adafactor(_Base):
+    """transformers.Adafactor as Trainer makes it: factored second moments in fp32, no first moment, no weight decay.
+
+    Parameter by parameter, with fp32 copies of gradient and weight where they are in 16 bits.
+    Source: transformers 5.24, optimization.py, `Adafactor.step`.
+    """
+
+    def step(self) -> None:
+        """Update parameter by parameter."""
+        for group in self.groups:
+            for parameter in group:
+                self.tape.enter_layer(parameter.layer)
+                self._update(parameter)
+        self.tape.enter_layer(None)
+
+    def _update(self, parameter: Parameter) -> None:
+        tape, numel = self.tape, parameter.numel
+        shape = parameter.shape
+        factored = len(shape) >= 2
+        is_half = parameter.dtype is not FLOAT32
+
+        def full() -> Tensor:
+            return tape.new_tagged(numel, FLOAT32, Category.TEMPORARY, "update")
+
+        def small(count: int) -> Tensor:
+            return tape.new_tagged(count, FLOAT32, Category.TEMPORARY, "update")
+
+        gradient = full() if is_half else None
+        num_rows, num_columns = (numel // shape[-1], numel // shape[-2]) if factored else (0, 0)
+        if id(parameter) not in self.states:
+            self.states[id(parameter)] = (
+                [
+                    self.state(num_rows, FLOAT32, "exp_avg_sq_row"),
+                    self.state(num_columns, FLOAT32, "exp_avg_sq_col"),
+                ]
+                if factored
+                else [self.state(numel, FLOAT32, "exp_avg_sq")]
             )
-    tape.enter_layer(None)
-    return states
+        weight = full() if is_half else None
+        root_mean_square = self.state(1, FLOAT32, "RMS")
+        self.states[id(parameter)][len(shape[-2:]) if factored else 1 :] = [root_mean_square]
+        squared = full()  # grad**2 ...
+        update = full()  # ... + eps
+        del squared
+        if factored:
+            row_means = small(num_rows)
+            del row_means
+            column_means = small(num_columns)
+            del column_means
+            mean = small(ceil_div(num_rows, shape[-2]))
+            row_factor = small(num_rows)
+            del mean
+            column_factor = small(num_columns)
+            approximated = full()
+            del row_factor, column_factor
+            update = approximated
+            del approximated
+        else:
+            update = full()
+        step = full()  # -update
+        del step
+        del weight, update, gradient
 
 
-OPTIMIZERS: dict[Optimizer, Callable[[Tape, Sequence[Parameter], Recipe], OptimizerModule]] = {
-    Optimizer.ADAMW: AdamWForeach,
+class Muon(_Base):
+    """torch.optim.Muon for the matrices of the layers, AdamW for everything else, as its documentation says.
+
+    A momentum buffer of the gradient's type; a step orthogonalises one matrix after the other in bf16: with r its short
+    side, two [r, r] products and two copies of the matrix at a time.
+    Source: torch/optim/_muon.py, `_single_tensor_muon`, `_zeropower_via_newtonschulz`; 5 iterations.
+    """
+
+    def __init__(self, tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
+        super().__init__(tape, parameters, recipe)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.matrices = [p for p in trained if len(p.shape) == 2 and p.layer is not None]
+        chosen = {id(p) for p in self.matrices}
+        self.rest = AdamW(tape, [p for p in trained if id(p) not in chosen], recipe)
+
+    def step(self) -> None:
+        """Update the matrices one by one, then the rest."""
+        for parameter in self.matrices:
+            if id(parameter) not in self.states:
+                self.tape.enter_layer(parameter.layer)
+                dtype = self.recipe.precision.state_dtype or parameter.dtype
+                buffer = self.state(parameter.numel, dtype, "momentum_buffer")
+                self.states[id(parameter)] = [buffer]
+        for parameter in self.matrices:
+            self.tape.enter_layer(parameter.layer)
+            self._update(parameter)
+        self.tape.enter_layer(None)
+        self.rest.step()
+
+    def _update(self, parameter: Parameter) -> None:
+        tape, numel = self.tape, parameter.numel
+        short = min(parameter.shape)
+
+        def matrix(count: int, dtype: Dtype = BFLOAT16) -> Tensor:
+            return tape.new_tagged(count, dtype, Category.TEMPORARY, "newton-schulz")
+
+        update = matrix(numel, parameter.dtype)  # grad.lerp(buffer, momentum)
+        orthogonal = update if parameter.dtype is BFLOAT16 else matrix(numel)
+        norm = matrix(1)
+        clamped = matrix(1)
+        del norm, clamped
+        gram = gram_update = None
+        for _ in range(5):
+            gram = matrix(short * short)
+            gram_update = matrix(short * short)
+            orthogonal = matrix(numel)
+        del gram, gram_update, update, orthogonal
+
+
+_CLASSES: dict[Optimizer, Callable[[Tape, Sequence[Parameter], Recipe], OptimizerModule]] = {
+    Optimizer.ADAMW: AdamW,
+    Optimizer.ADAMW_FUSED: FusedAdamW,
+    Optimizer.ADAMW_8BIT: AdamW8bit,
+    Optimizer.PAGED_ADAMW_8BIT: PagedAdamW8bit,
+    Optimizer.PAGED_ADAMW: PagedAdamW,
+    Optimizer.ADAFACTOR: Adafactor,
+    Optimizer.LION: Lion,
+    Optimizer.LION_8BIT: Lion8bit,
+    Optimizer.SGD: Sgd,
+    Optimizer.SGD_MOMENTUM: SgdMomentum,
+    Optimizer.MUON: Muon,
 }
+
+
+def make_optimizer(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> OptimizerModule:
+    """Return the recipe's optimizer over the trained parameters; master copies are allocated here.
+
+    Raises: Unsupported for a master copy under anything but AdamW.
+    """
+    if recipe.precision.master_dtype is None:
+        return _CLASSES[recipe.optimizer](tape, parameters, recipe)
+    if recipe.optimizer not in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
+        raise Unsupported(
+            f"a master copy of the weights with `{recipe.optimizer}` is not modelled",
+            hint="`--optimizer adamw`",
+        )
+    return MasterAdamW(tape, parameters, recipe)
 
 
 def clip_gradients(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from wazn.dtypes import INT64, UINT8
 from wazn.facts.stacks import Habits
@@ -19,14 +19,23 @@ from wazn.simulate.checkpointing import is_checkpointed
 from wazn.simulate.context import Context
 from wazn.simulate.forward import hidden_states
 from wazn.simulate.loss import causal_lm_loss
-from wazn.simulate.optimizers import OPTIMIZERS, clip_gradients
+from wazn.simulate.optimizers import clip_gradients, make_optimizer
 from wazn.simulate.repeat import LayerPlan, NotRepeatable, expand, plan_layers
 from wazn.simulate.tape import Tape, Tensor
 from wazn.timeline.events import PASS, Category, Phase, Segment, Timeline
 
-__all__ = ["simulate"]
+__all__ = ["Simulation", "simulate"]
 
 NUM_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """The timeline, what the optimizer keeps in managed memory outside it, and how many parameters are trained."""
+
+    timeline: Timeline
+    managed_bytes: int
+    num_trainable_parameters: int
 
 
 def simulate(
@@ -37,8 +46,8 @@ def simulate(
     *,
     workspace_bytes: int = 0,
     every_layer: bool = False,
-) -> Timeline:
-    """Return the timeline of loading the model and two optimizer steps.
+) -> Simulation:
+    """Return what loading the model and two optimizer steps allocate.
 
     Args:
         habits: of the training stack: how the loss is written.
@@ -53,10 +62,10 @@ def simulate(
     try:
         if not every_layer:
             try:
-                return _Run(spec, recipe, habits, targets, workspace_bytes, plan).timeline()
+                return _Run(spec, recipe, habits, targets, workspace_bytes, plan).run()
             except NotRepeatable:
                 pass
-        return _Run(spec, recipe, habits, targets, workspace_bytes, whole).timeline(
+        return _Run(spec, recipe, habits, targets, workspace_bytes, whole).run(
             every_step=every_layer
         )
     finally:
@@ -92,12 +101,20 @@ class _Run:
         self.model = load(tape, self.spec, recipe, targets)
         for layer, index in zip(self.model.layers, plan.run, strict=True):
             layer.checkpointed = is_checkpointed(recipe, index)
-        self.optimizer = OPTIMIZERS[recipe.optimizer](tape, self.model.parameters, recipe)
+        self.optimizer = make_optimizer(tape, self.model.parameters, recipe)
         self.workspaces: list[Tensor] = []
 
-    def timeline(self, *, every_step: bool = False) -> Timeline:
+    def run(self, *, every_step: bool = False) -> Simulation:
         segments = self._all_steps() if every_step else self._steps_once()
-        return Timeline(parts=tuple(expand(segments, self.plan)))
+        return Simulation(
+            timeline=Timeline(parts=tuple(expand(segments, self.plan))),
+            managed_bytes=self.optimizer.managed_bytes,
+            num_trainable_parameters=sum(
+                parameter.numel * self.tape.copies.get(parameter.layer, 1)
+                for parameter in self.model.parameters
+                if parameter.requires_grad
+            ),
+        )
 
     def _all_steps(self) -> list[Segment]:
         for step in range(1, NUM_STEPS + 1):

@@ -105,9 +105,9 @@ SCALAR = Tensor(
 
 
 class Parameter(Tensor):
-    """A leaf. `layer` is the index of its layer, or None outside the layers."""
+    """A leaf. `layer` is the index of its layer, or None outside the layers; `shape` is the weight's, as PyTorch has it."""
 
-    __slots__ = ("accumulator", "grad", "layer", "name")
+    __slots__ = ("accumulator", "grad", "layer", "name", "shape")
 
     def __init__(
         self,
@@ -118,10 +118,12 @@ class Parameter(Tensor):
         name: str,
         layer: int | None,
         requires_grad: bool,
+        shape: tuple[int, ...] = (),
     ) -> None:
         super().__init__(storage, numel, dtype, requires_grad)
         self.name = name
         self.layer = layer
+        self.shape = shape
         self.grad: Tensor | None = None
         self.accumulator: Node | None = None
 
@@ -324,12 +326,19 @@ class Tape:
         requires_grad: bool,
         category: Category = Category.WEIGHTS,
         storage_bytes: int | None = None,
+        shape: tuple[int, ...] = (),
     ) -> Parameter:
         """Allocate a leaf in the current layer; `storage_bytes` where it is stored in fewer bytes than its type (4 bits)."""
         num_bytes = numel * dtype.itemsize if storage_bytes is None else storage_bytes
         storage = Storage(self, num_bytes, self.tag(category, name))
         return Parameter(
-            storage, numel, dtype, name=name, layer=self.layer, requires_grad=requires_grad
+            storage,
+            numel,
+            dtype,
+            name=name,
+            layer=self.layer,
+            requires_grad=requires_grad,
+            shape=shape,
         )
 
     def leaf(self, x: Tensor) -> Parameter:
@@ -371,6 +380,13 @@ class Tape:
     def save_result(self, tensor: Tensor) -> Saved:
         """Keep an op's own output for backward, without a cycle."""
         return self.save(tensor.detach()) if self.grad_enabled else ()
+
+    def hold(self, tensor: Tensor) -> Tensor | None:
+        """Keep a tensor for backward where checkpointing does not see it: as an attribute of a Python autograd function."""
+        if not self.grad_enabled:
+            return None
+        self._mark_saved(tensor)
+        return tensor.detach()
 
     def _mark_saved(self, tensor: Tensor) -> None:
         storage = tensor.storage
