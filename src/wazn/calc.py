@@ -9,6 +9,7 @@ These are *not* estimates of a run: they know neither the loss nor the allocator
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ __all__ = [
     "kv_cache",
     "kv_cache_of_model",
     "lora",
+    "lora_of_model",
     "optimizer_rule",
     "qlora",
     "training",
@@ -195,11 +197,16 @@ class Accumulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """The two factors of one adapted matrix: [r, in] and [out, r]; `times` alike in the model."""
+    """The two factors of one adapted module: [r, in] and [out, r].
+
+    `matrices` of them lie in one module (stacked experts; 1 otherwise), `times` such modules are in the
+    model; `num_parameters` is of one module.
+    """
 
     module: str
     in_features: int
     out_features: int
+    matrices: int
     num_parameters: int
     times: int
 
@@ -381,22 +388,7 @@ def lora(
         _check("intermediate", intermediate, _MOST_OF_A_DIMENSION)
     widths = _module_widths(hidden=hidden, kv_hidden=kv_hidden, intermediate=intermediate)
     shapes = [(name, *_module(name, widths)) for name in _distinct(modules)]
-    return lora_of_shapes(
-        rank=rank,
-        shapes=tuple((name, in_f, out_f, layers) for name, in_f, out_f in shapes),
-        num_parameters=num_parameters,
-    )
-
-
-def lora_of_shapes(
-    *, rank: int, shapes: tuple[tuple[str, int, int, int], ...], num_parameters: int | None = None
-) -> Lora:
-    """Return LoRA's trainable parameters for any matrices: (module, in, out, how many alike).
-
-    Raises: InputError for a rank over a matrix, and for adapters larger than the model.
-    """
-    _check("rank", rank, _MOST_OF_A_DIMENSION)
-    for module, in_features, out_features, _ in shapes:
+    for module, in_features, out_features in shapes:
         if rank > min(in_features, out_features):
             raise InputError(
                 f"`rank` {rank:,} is more than the smaller side of `{module}`"
@@ -408,11 +400,54 @@ def lora_of_shapes(
             module=module,
             in_features=in_features,
             out_features=out_features,
+            matrices=1,
             num_parameters=rank * (in_features + out_features),
-            times=times,
+            times=layers,
         )
-        for module, in_features, out_features, times in shapes
+        for module, in_features, out_features in shapes
     )
+    return _lora(rank=rank, adapters=adapters, num_parameters=num_parameters)
+
+
+def lora_of_model(spec: ModelSpec, *, rank: int, modules: tuple[str, ...] = ("q", "v")) -> Lora:
+    """Return LoRA's trainable parameters on a model, as peft would make them.
+
+    Args:
+        modules: `attention`, `all-linear`, or names of modules; `q` and so on stand for `q_proj`.
+    Raises: InputError for a rank over a matrix, and where nothing matches.
+    """
+    from wazn.model.lora import adapted, check_adapter
+    from wazn.model.parameters import count_parameters
+
+    _check("rank", rank, _MOST_OF_A_DIMENSION)
+    short = _module_widths(hidden=1, kv_hidden=None, intermediate=None)
+    names = [f"{name}_proj" if name in short else name for name in map(str.strip, modules)]
+    found = adapted(spec, names[0] if len(names) == 1 else names)
+    if found.unmatched:
+        raise InputError(
+            f"`modules`: nothing in {spec.id} is called `{'`, `'.join(found.unmatched)}`",
+            hint="`modules` attention or `modules` all-linear fits every model",
+        )
+    check_adapter(found, rank=rank)
+    times = Counter(
+        (t.name, t.in_features, t.out_features, t.experts * t.rank_multiple)
+        for t in found.everything()
+    )
+    adapters = tuple(
+        Adapter(
+            module=name,
+            in_features=in_features,
+            out_features=out_features,
+            matrices=matrices,
+            num_parameters=matrices * rank * (in_features + out_features),
+            times=count,
+        )
+        for (name, in_features, out_features, matrices), count in times.items()
+    )
+    return _lora(rank=rank, adapters=adapters, num_parameters=count_parameters(spec))
+
+
+def _lora(*, rank: int, adapters: tuple[Adapter, ...], num_parameters: int | None) -> Lora:
     num_trainable = sum(adapter.num_parameters * adapter.times for adapter in adapters)
     if num_parameters is not None:
         _check("num_parameters", num_parameters, _MOST_PARAMETERS)

@@ -292,3 +292,28 @@ def test_windows_of_attention_are_said_and_not_used() -> None:
     cache = calc.kv_cache_of_model(load_model("mistralai/Mistral-7B-v0.1"), tokens=32_768)
     assert cache.total_bytes == 32 * 2 * 8 * 128 * 2 * 32_768
     assert cache.notes == ("cache-windows-not-used",)
+
+
+def test_lora_of_a_model_is_what_peft_prints() -> None:
+    """`print_trainable_parameters()` of peft: Llama-2-7B r 8 on q, v 4,194,304; Llama-3-8B r 16 on all 41,943,040."""
+    result = calc.lora_of_model(load_model("llama-2-7b"), rank=8)
+    assert result.num_trainable == 4_194_304
+    assert result.num_parameters == 6_738_415_616  # the published count
+    result = calc.lora_of_model(load_model("llama-3.1-8b"), rank=16, modules=("all-linear",))
+    assert result.num_trainable == 41_943_040
+
+
+def test_lora_by_sizes_and_of_the_model_agree() -> None:
+    """The formula and the listed matrices of Llama-3.1-8B give the same adapters, one by one."""
+    sizes = calc.lora(rank=16, layers=32, hidden=4096, kv_hidden=1024, modules=("q", "k", "v", "o"))
+    model = calc.lora_of_model(load_model("llama-3.1-8b"), rank=16, modules=("attention",))
+    assert sizes.num_trainable == model.num_trainable
+    assert [a.num_parameters for a in sizes.adapters] == [a.num_parameters for a in model.adapters]
+    assert {adapter.times for adapter in model.adapters} == {32}
+
+
+@pytest.mark.parametrize("modules", [("q", "nonsense"), ("nonsense",), ("",)])
+def test_lora_on_what_a_model_does_not_have_is_refused(modules: tuple[str, ...]) -> None:
+    """Nothing is dropped silently: a name that matches nothing is an error, also beside one that does."""
+    with pytest.raises(InputError):
+        calc.lora_of_model(load_model("llama-3.1-8b"), rank=8, modules=modules)

@@ -81,6 +81,10 @@ SAID = [
         ],
     ),
     (
+        ("lora", "--model", "llama-2-7b", "--rank", "8"),
+        ["8 × (4,096 + 4,096)", "= 4,194,304\n", "4,194,304 / 6,738,415,616", "= 0.06 %"],
+    ),
+    (
         ("qlora", "--params", "7B"),
         [
             "7,000,000,000 parameters × 4 bits / 8  = 3.5 GB",
@@ -183,6 +187,8 @@ def test_a_language_without_words_yet_is_refused_and_says_what_works(wazn: Any, 
         ("lora", "--layers", "32", "--hidden", "4096", "--rank", "8", "--modules", ""),
         ("lora", "--layers", "32", "--hidden", "4096", "--rank", "8", "--modules", "gate"),
         ("lora", "--rank", "8", "--hidden", "4096"),
+        ("lora", "--rank", "8", "--model", "llama-3.1-8b", "--layers", "32"),
+        ("lora", "--rank", "8", "--model", "llama-3.1-8b", "--modules", "q,nonsense"),
         ("qlora", "--params", "7B", "--block", "0"),
         ("inference", "--params", "7B", "--bits", "0"),
         ("inference", "--bits", "16"),

@@ -111,13 +111,16 @@ def accumulation(
 
 @command.command("lora", cls=Command)
 @option("--rank", type=COUNT, required=True, help="Rank of the adapters.")
-@option("--layers", type=COUNT, required=True, help="Layers of the model.")
-@option("--hidden", type=COUNT, required=True, help="Hidden size.")
+@option("--layers", type=COUNT, help="Layers of the model.")
+@option("--hidden", type=COUNT, help="Hidden size.")
+@option(
+    "--model", help="Instead of the sizes, a model: its matrices are counted as peft adapts them."
+)
 @option(
     "--modules",
     default="q,v",
     show_default=True,
-    help="Adapted matrices, of q, k, v, o, gate, up, down.",
+    help="Adapted matrices, of q, k, v, o, gate, up, down; of a --model also attention, all-linear, names.",
 )
 @option("--kv-hidden", type=COUNT, help="Output width of k and v, where it is not the hidden size.")
 @option("--intermediate", type=COUNT, help="Width of the MLP, for gate, up and down.")
@@ -125,8 +128,9 @@ def accumulation(
 @common_options
 def lora(
     rank: int,
-    layers: int,
-    hidden: int,
+    layers: int | None,
+    hidden: int | None,
+    model: str | None,
     modules: str,
     kv_hidden: int | None,
     intermediate: int | None,
@@ -134,20 +138,35 @@ def lora(
     output_format: str,
     lang: str,
 ) -> None:
-    """Trainable parameters: rank × (in + out) for each adapted matrix."""
-    _show(
-        calc.lora(
-            rank=rank,
+    """Trainable parameters: rank × (in + out) for each adapted matrix.
+
+    Give --layers and --hidden, or --model.
+    """
+    names = tuple(modules.split(","))
+    if model is not None:
+        _refuse_beside_model(
             layers=layers,
             hidden=hidden,
-            modules=tuple(modules.split(",")),
             kv_hidden=kv_hidden,
             intermediate=intermediate,
             num_parameters=num_parameters,
-        ),
-        output_format,
-        lang,
-    )
+        )
+        from wazn.facts.models import load_model
+
+        result = calc.lora_of_model(load_model(model), rank=rank, modules=names)
+    else:
+        if layers is None or hidden is None:
+            raise InputError("`layers` and `hidden` must be given, or `model` NAME")
+        result = calc.lora(
+            rank=rank,
+            layers=layers,
+            hidden=hidden,
+            modules=names,
+            kv_hidden=kv_hidden,
+            intermediate=intermediate,
+            num_parameters=num_parameters,
+        )
+    _show(result, output_format, lang)
 
 
 @command.command("qlora", cls=Command)
@@ -214,9 +233,7 @@ def inference(
         raise InputError("exactly one of `num_parameters` and `model` must be given")
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     if model is not None:
-        for name, value in sizes.items():
-            if value is not None:
-                raise InputError(f"`{name}` is known of the `model`", hint=f"leave out `{name}`")
+        _refuse_beside_model(**sizes)
         from wazn.facts.models import load_model
         from wazn.model.parameters import count_parameters
 
@@ -233,6 +250,12 @@ def inference(
     _show(
         calc.inference(num_parameters=num_parameters, bits=bits, cache=cache), output_format, lang
     )
+
+
+def _refuse_beside_model(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None:
+            raise InputError(f"`{name}` is known of the `model`", hint=f"leave out `{name}`")
 
 
 def _cache(

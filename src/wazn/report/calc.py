@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from wazn.calc import Accumulation, Inference, KvCache, Lora, OptimizerRule, Qlora, Split, Training
+from wazn.calc import (
+    Accumulation,
+    Adapter,
+    Inference,
+    KvCache,
+    Lora,
+    OptimizerRule,
+    Qlora,
+    Split,
+    Training,
+)
 from wazn.units import GIB, format_ratio, format_size
 
 __all__ = ["Answer", "Row", "answer", "as_json", "as_text"]
@@ -313,7 +323,7 @@ def _lora(result: Lora) -> Answer:
         Row(
             code="adapter",
             label=f"one adapter on {adapter.module}",
-            formula=f"{result.rank:,} × ({adapter.in_features:,} + {adapter.out_features:,})",
+            formula=_adapter_formula(result.rank, adapter),
             value=f"{adapter.num_parameters:,}",
         )
         for adapter in result.adapters
@@ -346,6 +356,7 @@ def _lora(result: Lora) -> Answer:
                     "module": adapter.module,
                     "in_features": adapter.in_features,
                     "out_features": adapter.out_features,
+                    "matrices": adapter.matrices,
                     "num_parameters": adapter.num_parameters,
                     "times": adapter.times,
                 }
@@ -355,6 +366,11 @@ def _lora(result: Lora) -> Answer:
         sections=(Section(title="", rows=tuple(rows)),),
         notes=_notes(*result.notes),
     )
+
+
+def _adapter_formula(rank: int, adapter: Adapter) -> str:
+    one = f"{rank:,} × ({adapter.in_features:,} + {adapter.out_features:,})"
+    return one if adapter.matrices == 1 else f"{adapter.matrices:,} matrices × {one}"
 
 
 def _lora_sum(result: Lora) -> str:
