@@ -27,7 +27,7 @@ def load_stacks() -> _Row:
 
 def minor_releases(table: _Row) -> list[str]:
     """Return the minor releases, oldest first: `4.40`, ..."""
-    return [release.rpartition(".")[0] for release in table["stack"]["releases"]]
+    return [row[0].rpartition(".")[0] for row in table["stack"]["releases"]]
 
 
 def versions_of(text: str, minors: list[str]) -> range:

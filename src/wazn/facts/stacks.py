@@ -22,7 +22,9 @@ from wazn.recipe import Checkpointing, Optimizer
 __all__ = [
     "PREPARED",
     "RULED_FIELDS",
+    "CausalBuffers",
     "Habits",
+    "KvCache",
     "LossProgram",
     "Shift",
     "Upcast",
@@ -66,29 +68,70 @@ class LossProgram:
     recast_outputs: bool
 
 
+class KvCache(StrEnum):
+    """What the model's outputs hold of keys and values in training without checkpointing.
+
+    TUPLE: every layer's, and accelerate copies each to fp32 under autocast. OBJECT: every layer's, as they are.
+    """
+
+    NONE = "none"
+    TUPLE = "tuple"
+    OBJECT = "object"
+
+
+class CausalBuffers(StrEnum):
+    """Where boolean buffers of [max positions, max positions] are kept."""
+
+    NONE = "none"
+    ONE = "one"
+    PER_LAYER = "per-layer"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Habits:
-    """The habits of one stack at one version for one family; what `docs/stacks.md` describes field by field."""
+    """The habits of one stack at one version for one family; `docs/stacks.md` says what each field means."""
 
     stack: str
     version: str
     family: str
+    # the loss
     loss: LossProgram
     logits_scaled_in_fp32: bool
     outputs_to_fp32: bool
+    # the loop
     optimizer: Optimizer
     checkpointing: Checkpointing
+    inputs_require_grad: bool
+    fetches_step_at_once: bool
+    loads_fp32: bool
+    kv_cache: KvCache
+    # attention
+    eager_attention: bool
+    sdpa_mask: bool
+    repeat_kv: bool
+    contiguous_qkv: bool
+    # tables, norms, experts
+    rotary_per_layer: bool
+    rotary_stored: bool
+    causal_buffers: CausalBuffers
+    rotary_code: str
+    norm_code: str
+    fused_experts: bool
+    # PEFT and bitsandbytes
+    adapters_fp32: bool
+    keeps_quantized_input: bool
 
 
-RULED_FIELDS = (
-    "loss",
-    "logits_scaled_in_fp32",
-    "outputs_to_fp32",
-    "optimizer",
-    "checkpointing",
+RULED_FIELDS = tuple(
+    field for field in Habits.__dataclass_fields__ if field not in ("stack", "version", "family")
 )
 
-_MAKE: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing}
+_MAKE: dict[str, Any] = {
+    "optimizer": Optimizer,
+    "checkpointing": Checkpointing,
+    "kv_cache": KvCache,
+    "causal_buffers": CausalBuffers,
+}
 
 
 @cache
