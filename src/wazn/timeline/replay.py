@@ -185,6 +185,10 @@ def _template(
     freed = []
     for position, (block_id, size) in enumerate(zip(segment.block_ids, sizes, strict=True)):
         if size > 0:
+            if block_id in inside:
+                raise InputError(
+                    f"{segment.phase} of step {segment.step} allocates block {block_id} twice"
+                )
             inside[block_id] = position
         elif size and inside.pop(block_id, None) is None:
             freed.append(block_id)
