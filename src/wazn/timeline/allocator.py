@@ -84,12 +84,10 @@ class CachingAllocator:
         self.collects_garbage = (
             settings.garbage_collection_threshold > 0.0 and self.allowed_bytes is not None
         )
-        # Whether a request is served by a plain best fit, so that `replay` may do it inline.
-        self.is_plain = not (
-            self.collects_garbage
-            or settings.expandable_segments
-            or settings.max_split_bytes is not None
-        )
+        # Whether the first block that fits is taken, so that `replay` may do it inline; except for blocks that end
+        # where one of these unmapped ranges begins.
+        self.takes_best_fit = not self.collects_garbage and settings.max_split_bytes is None
+        self.unmapped: dict[int, int] = {}
         self.large_searches = 0
         self.inserted_at: dict[int, int] = {}
 

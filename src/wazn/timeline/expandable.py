@@ -24,11 +24,15 @@ UNLIMITED_BYTES = 1 << 48  # addresses of one range when the device has no limit
 
 @dataclass(slots=True)
 class _Pages:
-    """The addresses of one pool: `unmapped` starts in order, the size from a start, the start before an end."""
+    """The addresses of one pool.
+
+    `unmapped` are the starts of unmapped ranges in order, `size_from` their sizes (those of the other pool too),
+    `start_to` their starts by their ends; `ranges` are the sizes of the reserved ranges by their starts.
+    """
 
     page_bytes: int
+    size_from: dict[int, int]
     unmapped: list[int] = field(default_factory=list)
-    size_from: dict[int, int] = field(default_factory=dict)
     start_to: dict[int, int] = field(default_factory=dict)
     ranges: dict[int, int] = field(default_factory=dict)
 
@@ -49,8 +53,8 @@ class ExpandableAllocator(CachingAllocator):
 
     def __init__(self, *args: object, **keywords: object) -> None:
         super().__init__(*args, **keywords)  # type: ignore[arg-type]
-        self.small_pages = _Pages(SMALL_SEGMENT_BYTES)
-        self.large_pages = _Pages(self.settings.large_segment_bytes)
+        self.small_pages = _Pages(SMALL_SEGMENT_BYTES, self.unmapped)
+        self.large_pages = _Pages(self.settings.large_segment_bytes, self.unmapped)
 
     def pages_of(self, pool: list[int]) -> _Pages:
         """Return the addresses behind a pool of free blocks."""

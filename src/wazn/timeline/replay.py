@@ -229,7 +229,7 @@ class _Run:
         for part, templates in self.parts:
             repetition = 0
             while repetition < part.times:
-                jump = part.times - repetition > 2 and self.allocator.is_plain
+                jump = part.times - repetition > 2 and self.allocator.takes_best_fit
                 start = _Start.of(self) if jump and _is_closed(templates) else None
                 for template in templates:
                     if not self._segment(template, repetition * part.shift):
@@ -278,7 +278,8 @@ class _Run:
         free_from_pop, free_to_pop = free_from.pop, free_to.pop
         live, odd = self.live, self.odd
         live_pop = live.pop
-        is_plain = allocator.is_plain
+        inline, unmapped = allocator.takes_best_fit, allocator.unmapped
+        split_large = SPLIT_SMALL if allocator.settings.expandable_segments else SPLIT_LARGE
         allocated = highest = self.allocated
         peak = self.peak_allocated
         block_ids = template.segment.block_ids
@@ -290,27 +291,27 @@ class _Run:
             if size > 0:
                 pool = small if size <= SMALL_BYTES else large
                 at = bisect_left(pool, key)
-                if is_plain and at < len(pool):
-                    block = pool[at]
-                    address = block & MASK
+                block = pool[at] if inline and at < len(pool) else 0
+                address = block & MASK
+                end = address + (block >> SHIFT)
+                if block and not (unmapped and end in unmapped):
                     rest = block - key  # the bytes that are left over << SHIFT | address
                     del free_from[address]
-                    if rest >= SPLIT_LARGE or (rest >= SPLIT_SMALL and pool is small):
+                    if rest >= split_large or (rest >= SPLIT_SMALL and pool is small):
                         rest += size  # the address moves behind the new block
                         if at and pool[at - 1] > rest:
                             del pool[at]
                             insort(pool, rest, 0, at)
                         else:
                             pool[at] = rest
-                        free_from[address + size] = rest
-                        free_to[address + (block >> SHIFT)] = rest
+                        free_from[address + size] = free_to[end] = rest
                         live[block_id] = key | address
                         allocated += size
                     else:
                         del pool[at]
-                        block_bytes = block >> SHIFT
-                        del free_to[address + block_bytes]
+                        del free_to[end]
                         live[block_id] = block
+                        block_bytes = block >> SHIFT
                         allocated += block_bytes
                         if block_bytes != size:
                             odd[index] = block_bytes
@@ -337,7 +338,7 @@ class _Run:
                 block_bytes = block >> SHIFT
                 allocated -= block_bytes
                 pool = small if size >= -SMALL_BYTES else large
-                if not is_plain:
+                if not inline:
                     allocator.give(block, pool)
                     continue
                 address = block & MASK
@@ -382,6 +383,8 @@ class _Run:
             return 0
         times = part.times - repetition - 2
         fresh_bytes = allocator.reserved_bytes - start.reserved_bytes
+        if fresh_bytes and allocator.settings.expandable_segments:
+            return 0  # new pages lie where there is room, not where the last ones did
         for limit in (allocator.capacity_bytes, allocator.allowed_bytes):
             if limit is not None and fresh_bytes:
                 times = min(times, (limit - allocator.reserved_bytes) // fresh_bytes - 1)
