@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from wazn.cluster import Cluster, Gpu, Layout, Offload, Parallel
 from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32, Dtype, parse_dtype
 from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.facts.stacks import Habits
@@ -26,19 +27,33 @@ from wazn.recipe import (
     Recipe,
 )
 
-__all__ = ["PRECISIONS", "Options", "Resolved", "resolve"]
+__all__ = [
+    "CHECKPOINTING",
+    "OPTION_NAMES",
+    "PRECISIONS",
+    "Options",
+    "Resolved",
+    "as_option",
+    "refuse_unsupported",
+    "resolve",
+]
 
 LARGEST_MICRO_BATCH = 1 << 20
 LARGEST_SEQ_LEN = 1 << 30
 LARGEST_GRAD_ACCUM = 1 << 20
 LARGEST_RANK = 1 << 20
+LARGEST_NUM_GPUS = 1 << 20
+_LONGEST_TEXT = 2000
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What was said, in the words of the command line; None is what was not said."""
+    """What was said, in the words of the command line; None is what was not said.
+
+    Raises: InputError where a value is not even of the right kind.
+    """
 
     method: str | None = None
     rank: int | None = None
@@ -64,18 +79,57 @@ class Options:
     stack: str | None = None
     trainable: str | None = None
     freeze: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    parallel: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    offload: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():
+            kind, what = _KINDS.get(name, _TEXT)
+            fitting = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not fitting or (isinstance(value, str) and len(value) > _LONGEST_TEXT):
+                raise InputError(f"`{as_option(name)}`: expected {what}, found `{str(value)[:40]}`")
+
+    def given(self) -> dict[str, Any]:
+        """Return what was said, by name."""
+        everything = ((name, getattr(self, name)) for name in OPTION_NAMES)
+        return {name: value for name, value in everything if value is not None}
+
+
+OPTION_NAMES = tuple(Options.__dataclass_fields__)
+_TEXT: tuple[type | tuple[type, ...], str] = (str, f"text of at most {_LONGEST_TEXT} characters")
+_COUNTS = ("rank", "micro_batch", "seq_len", "grad_accum", "gpus", "nodes", "tp", "pp", "cp", "ep")
+_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(_COUNTS, (int, "a whole number")),
+    **dict.fromkeys(("dora", "double_quant"), (bool, "true or false")),
+    "lora_dropout": ((int, float), "a number"),
+}
+
+
+def as_option(name: str) -> str:
+    """Write an option's name as the command line does.
+
+    >>> as_option("micro_batch")
+    '--micro-batch'
+    """
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A recipe, and for each option that was not given who chose: `stack` or `wazn`."""
+    """A recipe on a cluster, and for each option that was not given who chose: `stack` or `wazn`."""
 
     recipe: Recipe
+    cluster: Cluster
     defaults: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Preset:
+class _Preset(NamedTuple):
     weight: Dtype
     autocast: Dtype | None
     master: Dtype | None = None
@@ -89,24 +143,23 @@ PRECISIONS: Mapping[str, _Preset] = {
     "fp16-mixed": _Preset(FLOAT32, FLOAT16),
     "fp32": _Preset(FLOAT32, None),
 }
+CHECKPOINTING: Mapping[str, Checkpointing] = {
+    "none": Checkpointing.NONE,
+    "full": Checkpointing.FULL,
+    "full-reentrant": Checkpointing.FULL_REENTRANT,
+    "every-2": Checkpointing.EVERY_N,  # as an example, so that a slip finds it
+    "selective-op": Checkpointing.SELECTIVE_OP,
+    "selective-attention": Checkpointing.SELECTIVE_ATTENTION,
+}
+_RUNS_LAYERS_AGAIN = (Checkpointing.FULL, Checkpointing.FULL_REENTRANT, Checkpointing.EVERY_N)
 
-CHECKPOINTING = (
-    "none",
-    "full",
-    "full-reentrant",
-    "every-N",
-    "selective-op",
-    "selective-attention",
-)
-ATTENTION = ("sdpa", "flash", "eager")
 
-
-def resolve(options: Options, habits: Habits) -> Resolved:
-    """Return the recipe that the options mean under a stack's habits.
+def resolve(options: Options, habits: Habits, gpu: Gpu | None = None) -> Resolved:
+    """Return what the options mean under a stack's habits.
 
     Raises: InputError for a contradiction or a value out of range, UnknownFact for a name that is not on a list.
     """
-    return _Resolver(options, habits).resolved()
+    return _Resolver(options, habits).resolved(gpu)
 
 
 class _Resolver:
@@ -123,69 +176,65 @@ class _Resolver:
         self.defaults[name] = "wazn" if stack is None else "stack"
         return wazn if stack is None else stack
 
-    def resolved(self) -> Resolved:
-        options, habits = self.options, self.habits
-        method = self.method()
-        quantization = self.quantization(method)
-        checkpointing, every = self.checkpointing()
-        recipe = Recipe(
-            method=Method.QLORA if quantization is not None else method,
-            adapter=self.adapter(method),
-            quantization=quantization,
-            precision=self.precision(method),
-            optimizer=_choose(
-                "optimizer",
-                self.take("optimizer", options.optimizer, stack=habits.optimizer.value, wazn=""),
-                {item.value: item for item in Optimizer},
-            ),
-            micro_batch=self.count("micro-batch", options.micro_batch, 1, LARGEST_MICRO_BATCH),
-            seq_len=self.count("seq-len", options.seq_len, 2048, LARGEST_SEQ_LEN),
-            grad_accum=self.count("grad-accum", options.grad_accum, 1, LARGEST_GRAD_ACCUM),
-            checkpointing=checkpointing,
-            checkpoint_every=every,
-            attention=_choose(
-                "attention",
-                self.take("attention", options.attention, wazn="sdpa"),
-                {
-                    "sdpa": Attention.SDPA_FLASH,
-                    "flash": Attention.FLASH,
-                    "eager": Attention.EAGER,
-                },
-            ),
-            loss=_choose(
-                "loss",
-                self.take("loss", options.loss, wazn="standard"),
-                {item.value: item for item in Loss},
-            ),
-            stack=f"{habits.stack}@{habits.version}",
-            trainable=_patterns(options.trainable),
-            freeze=_patterns(options.freeze),
-            inputs_require_grad=checkpointing is Checkpointing.FULL_REENTRANT
-            and method is not Method.FULL,
-        )
-        if "stack" not in self.defaults and options.stack is None:
-            self.defaults["stack"] = "wazn"
-        return Resolved(recipe=recipe, defaults=self.defaults)
-
     def count(self, name: str, given: int | None, default: int, largest: int) -> int:
         value = self.take(name, given, wazn=default)
         if not 1 <= value <= largest:
             raise InputError(
-                f"`--{name}` must be a whole number from 1 to {largest:,}, found `{value}`"
+                f"`--{name}`: expected a number from 1 to {largest:,}, found `{value}`"
             )
         return value
 
+    def choose(
+        self, name: str, given: str | None, names: Mapping[str, _T], *, wazn: str, stack: str = ""
+    ) -> _T:
+        return _choose(name, self.take(name, given, stack=stack or None, wazn=wazn), names)
+
+    def resolved(self, gpu: Gpu | None) -> Resolved:
+        options, habits = self.options, self.habits
+        self.take("stack", options.stack, wazn="hf")
+        method = self.method()
+        adapter = self.adapter(method)
+        quantization = self.quantization(method)
+        precision = self.precision(method)
+        optimizers = {item.value: item for item in Optimizer}
+        losses = {item.value: item for item in Loss}
+        attentions = {item.value: item for item in Attention}
+        optimizer = self.choose(
+            "optimizer", options.optimizer, optimizers, wazn="adamw", stack=habits.optimizer.value
+        )
+        micro_batch = self.count("micro-batch", options.micro_batch, 1, LARGEST_MICRO_BATCH)
+        seq_len = self.count("seq-len", options.seq_len, 2048, LARGEST_SEQ_LEN)
+        grad_accum = self.count("grad-accum", options.grad_accum, 1, LARGEST_GRAD_ACCUM)
+        checkpointing, every = self.checkpointing()
+        recipe = Recipe(
+            method=Method.QLORA if quantization is not None and adapter is not None else method,
+            adapter=adapter,
+            quantization=quantization,
+            precision=precision,
+            optimizer=optimizer,
+            micro_batch=micro_batch,
+            seq_len=seq_len,
+            grad_accum=grad_accum,
+            checkpointing=checkpointing,
+            checkpoint_every=every,
+            attention=self.choose("attention", options.attention, attentions, wazn="sdpa"),
+            loss=self.choose("loss", options.loss, losses, wazn="standard"),
+            stack=f"{habits.stack}@{habits.version}",
+            trainable=_patterns(options.trainable),
+            freeze=_patterns(options.freeze),
+            fused_experts=habits.fused_experts,
+            inputs_require_grad=self.inputs_require_grad(method, quantization, checkpointing),
+        )
+        return Resolved(recipe=recipe, cluster=self.cluster(gpu), defaults=self.defaults)
+
     def method(self) -> Method:
         options = self.options
-        method = _choose(
-            "method",
-            self.take("method", options.method, wazn="lora"),
-            {item.value: item for item in Method},
-        )
+        methods = {item.value: item for item in Method}
+        method = self.choose("method", options.method, methods, wazn="lora")
         if method is Method.QLORA and options.quantization == "none":
             raise InputError(
                 "`--method qlora` and `--quantization none` contradict each other",
-                hint="`--method lora` for adapters on a base in 16 bits, or leave `--quantization` out",
+                hint="`--method lora` trains adapters on a base in 16 bits",
             )
         if method is Method.FULL and options.quantization not in (None, "none"):
             raise InputError(
@@ -206,31 +255,27 @@ class _Resolver:
 
     def adapter(self, method: Method) -> Adapter | None:
         options = self.options
-        given = [
-            name for name in ("rank", "targets", "dora", "lora_dropout") if getattr(options, name)
-        ]
         if method not in (Method.LORA, Method.QLORA):
-            if given:
-                raise InputError(
-                    f"`--{given[0].replace('_', '-')}` is for `--method lora` and `qlora`, "
-                    f"found `--method {method}`"
-                )
+            for name in ("rank", "targets", "dora", "lora_dropout", "adapter_dtype"):
+                if getattr(options, name) not in (None, False):
+                    raise InputError(
+                        f"`{as_option(name)}` is for `--method lora` and `--method qlora`, "
+                        f"found `--method {method}`"
+                    )
             return None
-        targets = self.take("targets", options.targets, wazn="all-linear")
-        dropout = self.take("lora-dropout", options.lora_dropout, wazn=0.0)
+        targets = _targets(self.take("targets", options.targets, wazn="all-linear"))
+        if not targets:
+            raise InputError("`--targets` names nothing", hint="`all-linear`, `attention` or names")
         return Adapter(
             rank=self.count("rank", options.rank, 16, LARGEST_RANK),
-            targets=_patterns(targets),
-            dora=bool(options.dora),
-            dropout=dropout,
+            targets=targets,
+            dora=self.take("dora", options.dora, wazn=False),
+            dropout=float(self.take("lora-dropout", options.lora_dropout, wazn=0.0)),
         )
 
     def quantization(self, method: Method) -> Quantization | None:
         options = self.options
-        quantised = method is Method.QLORA or (
-            method in (Method.LORA, Method.FREEZE) and options.quantization not in (None, "none")
-        )
-        if not quantised:
+        if method is not Method.QLORA and options.quantization in (None, "none"):
             if options.double_quant:
                 raise InputError(
                     "`--double-quant` needs a quantised base",
@@ -238,9 +283,9 @@ class _Resolver:
                 )
             return None
         names = {item.value: item for item in QuantizationFormat}
-        chosen = _choose(
-            "quantization", self.take("quantization", options.quantization, wazn="nf4"), names
-        )
+        if options.quantization not in (None, *names):
+            names["none"] = QuantizationFormat.NF4  # only to be offered; it was dealt with above
+        chosen = self.choose("quantization", options.quantization, names, wazn="nf4")
         four_bits = chosen is not QuantizationFormat.INT8
         if options.double_quant and not four_bits:
             raise InputError("`--double-quant` is for 4 bits, found `--quantization int8`")
@@ -248,42 +293,78 @@ class _Resolver:
             format=chosen,
             double_quant=self.take("double-quant", options.double_quant, wazn=four_bits),
             kbit_preparation=True,
-            experts=False,
+            experts=not self.habits.fused_experts,
         )
 
     def precision(self, method: Method) -> Precision:
         options = self.options
-        name = self.take("precision", options.precision, wazn="bf16-autocast")
-        preset = _choose("precision", name, PRECISIONS)
+        preset = self.choose("precision", options.precision, PRECISIONS, wazn="bf16-autocast")
         weight = _dtype("weight-dtype", options.weight_dtype) or preset.weight
-        autocast = (
-            None
-            if options.autocast_dtype == "none"
-            else _dtype("autocast-dtype", options.autocast_dtype) or preset.autocast
-        )
+        autocast = preset.autocast
+        if options.autocast_dtype is not None:
+            autocast = (
+                None
+                if options.autocast_dtype.lower() == "none"
+                else _dtype("autocast-dtype", options.autocast_dtype)
+            )
         if autocast is FLOAT32:
-            raise InputError("`--autocast-dtype` must be `bf16`, `fp16` or `none`, found fp32")
+            raise InputError("`--autocast-dtype`: expected `bf16`, `fp16` or `none`, found `fp32`")
+        adapter = _dtype("adapter-dtype", options.adapter_dtype)
+        if adapter is None:
+            quantised = method is Method.QLORA or options.quantization not in (None, "none")
+            adapter = FLOAT32 if quantised or self.habits.adapters_fp32 else weight
+            if method in (Method.LORA, Method.QLORA):
+                self.defaults["adapter-dtype"] = "stack"
         return Precision(
             weight_dtype=weight,
             autocast_dtype=autocast,
-            adapter_dtype=_dtype("adapter-dtype", options.adapter_dtype) or FLOAT32,
+            adapter_dtype=adapter,
             master_dtype=_dtype("master-dtype", options.master_dtype) or preset.master,
             gradient_dtype=_dtype("gradient-dtype", options.gradient_dtype),
             state_dtype=_dtype("state-dtype", options.state_dtype),
         )
 
     def checkpointing(self) -> tuple[Checkpointing, int]:
-        default = (
-            "full-reentrant"
-            if self.habits.checkpointing is Checkpointing.FULL_REENTRANT
-            else "full"
-        )
+        default = self.habits.checkpointing.value
         name = self.take("checkpointing", self.options.checkpointing, stack=default, wazn="full")
         every = re.fullmatch(r"every-([1-9]\d{0,5})", name)
         if every:
             return Checkpointing.EVERY_N, int(every[1])
-        names = {item.value: item for item in Checkpointing if item is not Checkpointing.EVERY_N}
-        return _choose("checkpointing", name, {**names, "every-2": Checkpointing.EVERY_N}), 1
+        return _choose("checkpointing", name, CHECKPOINTING), 1
+
+    def inputs_require_grad(
+        self, method: Method, quantization: Quantization | None, checkpointing: Checkpointing
+    ) -> bool:
+        """The stack does it with checkpointing, k-bit preparation too; reentrant checkpointing of a frozen base needs it."""
+        if method is Method.FULL or checkpointing not in _RUNS_LAYERS_AGAIN:
+            return False
+        return (
+            self.habits.inputs_require_grad
+            or quantization is not None
+            or checkpointing is Checkpointing.FULL_REENTRANT
+        )
+
+    def cluster(self, gpu: Gpu | None) -> Cluster:
+        options = self.options
+        modes = {item.value: item for item in Parallel}
+        places = {item.value: item for item in Offload}
+        degrees = {
+            name: self.count(name, getattr(options, name), 1, LARGEST_NUM_GPUS)
+            for name in ("gpus", "nodes", "tp", "pp", "cp", "ep")
+        }
+        return Cluster(
+            gpu=gpu,
+            gpus_per_node=degrees["gpus"],
+            num_nodes=degrees["nodes"],
+            layout=Layout(
+                parallel=self.choose("parallel", options.parallel, modes, wazn="ddp"),
+                tensor_parallel=degrees["tp"],
+                pipeline_parallel=degrees["pp"],
+                context_parallel=degrees["cp"],
+                expert_parallel=degrees["ep"],
+                offload=self.choose("offload", options.offload, places, wazn="none"),
+            ),
+        )
 
 
 def _choose(option: str, value: str, names: Mapping[str, _T]) -> _T:
@@ -309,13 +390,50 @@ def _dtype(option: str, text: str | None) -> Dtype | None:
         raise InputError(f"`--{option}`: {error.message}", hint=error.hint) from None
 
 
+def _targets(text: str) -> tuple[str, ...]:
+    """A list of names, or one regular expression, which may hold commas."""
+    if re.search(r"[*+?\[\](){}|^$\\]", text):
+        return (text.strip(),)
+    return _patterns(text)
+
+
 def _patterns(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def refuse_unsupported(recipe: Recipe) -> None:
-    """Say which of the recipe's choices the tape does not know yet. Raises: Unsupported."""
+def refuse_unsupported(recipe: Recipe, cluster: Cluster) -> None:
+    """Say which of the choices cannot be weighed yet. Raises: Unsupported."""
     if recipe.loss is not Loss.STANDARD:
         raise Unsupported(
-            f"`--loss {recipe.loss}` is not modelled", hint="`--loss standard` is an upper bound"
+            f"`--loss {recipe.loss}` is not modelled",
+            hint="`--loss standard` holds more: an upper bound",
+        )
+    if recipe.method is Method.FREEZE:
+        raise Unsupported(
+            "`--method freeze` is not modelled yet",
+            hint="`--method full` is an upper bound, `--method lora` trains adapters",
+        )
+    layout = cluster.layout
+    for option, differs in (
+        ("--gpus", cluster.gpus_per_node > 1),
+        ("--nodes", cluster.num_nodes > 1),
+        ("--tp", layout.tensor_parallel > 1),
+        ("--pp", layout.pipeline_parallel > 1),
+        ("--cp", layout.context_parallel > 1),
+        ("--ep", layout.expert_parallel > 1),
+    ):
+        if differs:
+            raise Unsupported(
+                f"`{option}`: more than one GPU cannot be weighed yet",
+                hint="one GPU of plain data parallelism holds what `--gpus 1` says, and buckets of gradients",
+            )
+    if layout.parallel is not Parallel.DDP:
+        raise Unsupported(
+            f"`--parallel {layout.parallel}`: sharding cannot be weighed yet",
+            hint="`--gpus 1` without `--parallel` is weighed",
+        )
+    if layout.offload is not Offload.NONE:
+        raise Unsupported(
+            f"`--offload {layout.offload}` cannot be weighed yet",
+            hint="`--optimizer paged-adamw-8bit` keeps the optimizer's states outside",
         )

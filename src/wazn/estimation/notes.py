@@ -1,0 +1,85 @@
+"""What a person should know about an answer beside its numbers, as codes; `wazn.report.notes` has the words."""
+
+from __future__ import annotations
+
+from wazn.cluster import Gpu, limitations
+from wazn.estimation.answer import Fit, OutsideLine, Verdict
+from wazn.facts.notes import Note
+from wazn.model.spec import ModelSpec, MoeSpec
+from wazn.recipe import Attention, Quantization, Recipe
+
+__all__ = ["notes_on"]
+
+
+def notes_on(
+    spec: ModelSpec,
+    recipe: Recipe,
+    gpu: Gpu | None,
+    fit: Fit,
+    outside: tuple[OutsideLine, ...],
+    unmatched_targets: tuple[str, ...],
+) -> tuple[Note, ...]:
+    """Return the notes on a run and its verdict, the most important first."""
+    return (
+        *_on_verdict(fit, outside),
+        *_on_gpu(recipe, gpu),
+        *_on_recipe(spec, recipe),
+        *(Note(code="target-unmatched", params={"target": name}) for name in unmatched_targets),
+    )
+
+
+def _on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> list[Note]:
+    notes = []
+    managed = sum(line.num_bytes for line in outside if line.category == "managed-memory")
+    if managed:
+        notes.append(Note(code="managed-memory", params={"bytes": managed}))
+    if fit.verdict is Verdict.TIGHT and fit.retries:
+        notes.append(Note(code="fits-after-release", params={"retries": fit.retries}))
+    return notes
+
+
+def _on_gpu(recipe: Recipe, gpu: Gpu | None) -> list[Note]:
+    if gpu is None:
+        return []
+    notes = []
+    if gpu.context_bytes is None:
+        notes.append(Note(code="outside-unknown", params={"gpu": gpu.id}))
+    precision = recipe.precision
+    types = (precision.weight_dtype, precision.autocast_dtype)
+    for item in limitations(
+        gpu,
+        bf16=any(dtype is not None and dtype.name == "bfloat16" for dtype in types),
+        flash=recipe.attention is not Attention.EAGER,
+    ):
+        params = {
+            "gpu": item.gpu,
+            "capability": item.compute_capability,
+            "instead": item.instead,
+        }
+        notes.append(Note(code=item.code, params=params))
+    return notes
+
+
+def _on_recipe(spec: ModelSpec, recipe: Recipe) -> list[Note]:
+    notes = []
+    if spec.max_positions is not None and recipe.seq_len > spec.max_positions:
+        params = {"seq_len": recipe.seq_len, "max_positions": spec.max_positions}
+        notes.append(Note(code="beyond-positions", params=params))
+    if recipe.quantization is not None:
+        notes += _on_quantization(spec, recipe, recipe.quantization)
+    if recipe.grad_accum > 1:
+        notes.append(
+            Note(code="accumulation-keeps-gradients", params={"grad_accum": recipe.grad_accum})
+        )
+    return notes
+
+
+def _on_quantization(spec: ModelSpec, recipe: Recipe, quantization: Quantization) -> list[Note]:
+    notes = []
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
+    if has_experts and not quantization.experts:
+        dtype = recipe.precision.weight_dtype.name
+        notes.append(Note(code="experts-not-quantised", params={"dtype": dtype}))
+    if quantization.kbit_preparation:
+        notes.append(Note(code="kbit-preparation", params={"stack": recipe.stack}))
+    return notes
