@@ -59,6 +59,7 @@ class Group(StrEnum):
     ROUTER = "router"
     NORM = "norm"
     HEAD = "head"
+    ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

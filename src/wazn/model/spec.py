@@ -281,7 +281,15 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One decoder layer; layers with equal specs are alike in every byte."""
+    """One decoder layer; layers with equal specs are alike in every byte.
+
+    code: the family whose layer runs, where it differs from others of its layout in what it keeps alive:
+        `gpt2`: the result of the attention stays until the layer returns;
+        `stablelm`: that and the first norm's; residual first where parallel;
+        `cohere`: parallel, residual first;
+        `falcon`: branches added in place, one dropout on their sum;
+        `bloom`, `mpt`: the branches add the residual themselves.
+    """
 
     attention: AttentionSpec | LatentAttentionSpec
     mlp: MlpSpec | MoeSpec
@@ -290,6 +298,7 @@ class LayerSpec:
     residual_dropout: float = 0.0  # on what each branch adds
     joint_dropout: bool = False  # parallel layouts: on the sum of both branches instead (Falcon)
     residual_multiplier: bool = False  # Granite scales each branch
+    code: str = "llama"
     # names of modules in the order in which the layer's class creates them; `model.named_parameters()` follows it
     registration: tuple[str, ...] = ()
 

@@ -143,6 +143,7 @@ def _gpt2_model(c: Fields, s: Sizes, layers: tuple[LayerSpec, ...], *, dropout: 
 
 def _gpt2_layer(s: Sizes, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
     return LayerSpec(
+        code="gpt2",
         attention=attention,
         mlp=mlp,
         layout=ResidualLayout.PRE,
@@ -280,6 +281,7 @@ def gpt_neo(c: Fields) -> ModelSpec:
             output_dropout=c.probability("resid_dropout"),
         )
         return LayerSpec(
+            code="gpt2",
             attention=attention,
             mlp=mlp,
             layout=ResidualLayout.PRE,

@@ -531,6 +531,7 @@ def stablelm(c: Fields) -> ModelSpec:
             s.hidden, s.intermediate, c.activation(), dropout=c.probability("hidden_dropout")
         ),
         layout=ResidualLayout.PARALLEL if parallel else ResidualLayout.PRE,
+        code="stablelm",
         norms=norms(layer_norms, s.hidden, NormKind.LAYER, bias=True),
         registration=LLAMA_ORDER,
     )

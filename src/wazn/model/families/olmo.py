@@ -214,6 +214,7 @@ def _parallel(s: Sizes, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
         attention=attention,
         mlp=mlp,
         layout=ResidualLayout.PARALLEL,
+        code="cohere",
         norms=norms(("input_layernorm",), s.hidden, NormKind.LAYER_COHERE),
         registration=("self_attn", "mlp", "input_layernorm"),
     )

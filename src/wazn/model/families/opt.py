@@ -195,6 +195,7 @@ def bloom(c: Fields) -> ModelSpec:
         output_dropout=dropout,
     )
     layer = LayerSpec(
+        code="bloom",
         attention=attention,
         mlp=plain_mlp(
             s.hidden,
@@ -265,6 +266,7 @@ def falcon(c: Fields) -> ModelSpec:
     )
     layout, names = _falcon_layout(c, grouped=grouped)
     layer = LayerSpec(
+        code="falcon",
         attention=attention,
         mlp=plain_mlp(
             s.hidden,
@@ -351,6 +353,7 @@ def _mpt_layer(s: Sizes, *, dropout: float, clip: float | None) -> LayerSpec:
         clip_qkv=clip,
     )
     return LayerSpec(
+        code="mpt",
         attention=attention,
         mlp=plain_mlp(
             s.hidden,
