@@ -200,13 +200,18 @@ def test_divisions_are_read_as_pytorch_reads_them(text: str) -> None:
 
 
 def test_the_constants_are_those_of_the_installed_header() -> None:
-    """The header that torch ships says the same numbers."""
+    """The header that torch ships says the same numbers, on the lines that we cite (those of 2.13.0)."""
     torch = pytest.importorskip("torch")
     from wazn.timeline import settings
 
     header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
     found = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", header.read_text()))
     found |= dict(re.findall(r"(large_segment_size_)\{(\d+)\}", header.read_text()))
+    lines = header.read_text().splitlines()
+    cited = re.findall(r"AllocatorConfig\.h:(\d+), (\w+)", Path(settings.__file__).read_text())
+    assert len(cited) == 6
+    if torch.__version__.startswith("2.13."):
+        assert all(name in lines[int(line) - 1] for line, name in cited)
     assert {name: int(value) for name, value in found.items()} == {
         "kSmallBuffer": settings.SMALL_SEGMENT_BYTES,
         "kMinBlockSize": settings.MIN_BLOCK_BYTES,

@@ -1,8 +1,9 @@
 """A model of PyTorch's caching allocator for one stream of one GPU, without the GPU.
 
-Source: `c10/cuda/CUDACachingAllocator.cpp`; functions are named by their names there. Line numbers below are those of
-001074d25084. What was changed since, up to v2.13.0 (cf30153c4c13), is checked against that release's own binary: the
-recorded runs in `tests/timeline/recorded` must come out the same block by block and address by address.
+Source: `c10/cuda/CUDACachingAllocator.cpp`, read at 001074d25084; a docstring here names the function there whose rules
+it follows, and the constants are in `settings`. What changed from then to v2.13.0 (cf30153c4c13) is held to that
+release's own binary: the recorded runs in `tests/timeline/recorded` must come out the same, block by block and address
+by address.
 
 The state is four structures of plain integers, so that `replay` can work on them without a function call per event:
 
@@ -80,7 +81,7 @@ class CachingAllocator:
         self.allowed_bytes: int | None = None
         if fraction < 1.0 and self.device_total_bytes is not None:
             self.allowed_bytes = int(fraction * float(self.device_total_bytes))
-        # Ages are kept only while garbage collection can run: get_free_block, :2456-2461.
+        # Ages are kept only while garbage collection can run: get_free_block.
         self.collects_garbage = (
             settings.garbage_collection_threshold > 0.0 and self.allowed_bytes is not None
         )
@@ -137,7 +138,7 @@ class CachingAllocator:
     def take(self, size: int) -> int | None:
         """Return the key of a block of at least `size` (rounded) bytes that is no longer free; None: out of memory.
 
-        DeviceCachingAllocator::malloc, :1180-1216. A remainder that is large enough stays in the pool.
+        DeviceCachingAllocator::malloc. A remainder that is large enough stays in the pool.
         """
         pool = self.small if size <= SMALL_BYTES else self.large
         block = self.get_free_block(size, pool)
@@ -161,7 +162,7 @@ class CachingAllocator:
         return size << SHIFT | address
 
     def give(self, block: int, pool: list[int]) -> int:
-        """Put a block into its pool and merge it with free neighbours; return the result: free_block, :2227-2253."""
+        """Put a block into its pool and merge it with free neighbours; return the result: free_block."""
         address = block & MASK
         size = block >> SHIFT
         before = self.free_to.get(address)
@@ -178,7 +179,7 @@ class CachingAllocator:
         return merged
 
     def insert(self, block: int, pool: list[int]) -> None:
-        """Add a free block: BlockPool::insert_into_blocks, :249-253."""
+        """Add a free block: BlockPool::insert_into_blocks."""
         insort(pool, block)
         address = block & MASK
         self.free_from[address] = block
@@ -196,7 +197,7 @@ class CachingAllocator:
             del self.inserted_at[address]
 
     def get_free_block(self, size: int, pool: list[int]) -> int | None:
-        """Take the smallest free block that fits, at the lowest address among equals: :2453-2510."""
+        """Take the smallest free block that fits, at the lowest address among equals: get_free_block."""
         if self.collects_garbage and pool is self.large:
             self.large_searches += 1
         found = self.best_fit(size, pool)
@@ -220,7 +221,7 @@ class CachingAllocator:
         return pool[at] if at < len(pool) else None
 
     def should_split(self, size: int, rest: int) -> bool:
-        """Whether what a request leaves of its block becomes a free block: :2433-2441.
+        """Whether what a request leaves of its block becomes a free block: should_split.
 
         All sizes are multiples of 512, so that any rest of a small block is at least kMinBlockSize.
         """
@@ -234,7 +235,7 @@ class CachingAllocator:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def is_allowed(self, num_bytes: int) -> bool:
-        """Whether `per_process_memory_fraction` leaves room for `num_bytes`: alloc_block, :2619-2622."""
+        """Whether `per_process_memory_fraction` leaves room for `num_bytes`: alloc_block."""
         return self.allowed_bytes is None or self.reserved_bytes + num_bytes <= self.allowed_bytes
 
     def reserve(self, action: str, address: int, num_bytes: int) -> None:
@@ -253,7 +254,7 @@ class CachingAllocator:
         return address
 
     def alloc_block(self, size: int, pool: list[int]) -> int | None:
-        """Take a new segment from the device; None when it has no room: :2606-2701."""
+        """Take a new segment from the device; None when it has no room: alloc_block."""
         segment_bytes = self.settings.segment_bytes(size)
         if not self.is_allowed(segment_bytes) or not self.fits(segment_bytes):
             return None
@@ -263,7 +264,7 @@ class CachingAllocator:
         return segment_bytes << SHIFT | address
 
     def release_block(self, block: int, pool: list[int]) -> None:
-        """Return a whole segment to the device: :2797-2828."""
+        """Return a whole segment to the device: release_block."""
         self.remove(block, pool)
         size = self.segments.pop(block & MASK)
         self.reserve("segment_free", block & MASK, -size)
@@ -273,7 +274,10 @@ class CachingAllocator:
         return self.segments.get(block & MASK) == block >> SHIFT
 
     def release_available_cached_blocks(self, size: int, pool: list[int]) -> bool:
-        """Return oversize blocks, as many as `size` needs: :2704-2748. Only with `max_split_size_mb`."""
+        """Return oversize blocks, as many as `size` needs; only with `max_split_size_mb`.
+
+        release_available_cached_blocks.
+        """
         max_split_bytes = self.settings.max_split_bytes
         if max_split_bytes is None:
             return False
@@ -290,13 +294,13 @@ class CachingAllocator:
         return released >= needed
 
     def release_cached_blocks(self) -> None:
-        """Return every segment without a live block to the device: release_blocks, :2903-2926."""
+        """Return every segment without a live block to the device: release_blocks."""
         for pool in (self.large, self.small):
             for block in [block for block in pool if self.is_segment(block)]:
                 self.release_block(block, pool)
 
     def garbage_collect_cached_blocks(self) -> None:
-        """Return unused large segments that are older than the average one: :2523-2578."""
+        """Return unused large segments that are older than the average one: garbage_collect_cached_blocks."""
         if self.allowed_bytes is None:
             return
         threshold_bytes = int(

@@ -61,11 +61,11 @@ class ExpandableAllocator(CachingAllocator):
         return self.small_pages if pool is self.small else self.large_pages
 
     def should_split(self, size: int, rest: int) -> bool:
-        """Every rest can be split off: :2435-2436."""
+        """Every rest can be split off: should_split."""
         return rest > 0
 
     def best_fit(self, size: int, pool: list[int]) -> int | None:
-        """As without pages, but a block that can grow counts with what it can grow to: :2466-2483."""
+        """As without pages, but a block that can grow counts with what it can grow to: get_free_block."""
         at = bisect_left(pool, size << SHIFT)
         if at == len(pool):
             return None
@@ -85,7 +85,7 @@ class ExpandableAllocator(CachingAllocator):
         return size + size_from.get((block & MASK) + size, 0)
 
     def alloc_block(self, size: int, pool: list[int]) -> int | None:
-        """Map pages until a block of `size` is there: alloc_block, :2619-2634, try_allocate_expandable_block."""
+        """Map pages until a block of `size` is there: alloc_block, try_allocate_expandable_block."""
         if not self.is_allowed(self.settings.segment_bytes(size)):
             return None
         pages = self.pages_of(pool)

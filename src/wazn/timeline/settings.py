@@ -1,8 +1,9 @@
 """What `PYTORCH_ALLOC_CONF` (once `PYTORCH_CUDA_ALLOC_CONF`) says to the caching allocator.
 
-Source: PyTorch v2.13.0 (cf30153c4c13). `c10/core/AllocatorConfig.h` is quoted with its lines at that tag; the parser is
-`c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`. Where PyTorch's parser reads `64abc` as 64, or
-takes any token for a colon, this one refuses: a setting that was not understood must not look as if it had been tried.
+Source: PyTorch v2.13.0 (cf30153c4c13). Lines of `AllocatorConfig.h` are those of `torch/include/c10/core/` in its
+wheel; the parser is `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`. Where PyTorch's parser reads
+`64abc` as 64, or takes any token for a colon, this one refuses: a setting that was not understood must not look as if
+it had been tried.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ __all__ = ["DEFAULT_SETTINGS", "AllocatorSettings", "parse_allocator_settings"]
 
 MIB = 2**20
 
-# AllocatorConfig.h:16-24
-SMALL_SEGMENT_BYTES = 2_097_152  # kSmallBuffer: "small" allocations are packed in 2 MiB blocks
-MIN_BLOCK_BYTES = 512  # kMinBlockSize: all sizes are rounded to at least 512 bytes
-SMALL_BYTES = 1_048_576  # kSmallSize: largest "small" allocation is 1 MiB
-MIN_LARGE_BYTES = (
-    10_485_760  # kMinLargeAlloc: from here on a request gets a segment of its own size
-)
-ROUND_LARGE_BYTES = 2_097_152  # kRoundLarge: ... rounded up to 2 MiB
-
-LARGE_SEGMENT_BYTES = 20_971_520  # AllocatorConfig.h:338, large_segment_size_
+# AllocatorConfig.h:17, kSmallBuffer: "small" allocations are packed in 2 MiB blocks
+SMALL_SEGMENT_BYTES = 2_097_152
+# AllocatorConfig.h:19, kMinBlockSize: all sizes are rounded to at least 512 bytes
+MIN_BLOCK_BYTES = 512
+# AllocatorConfig.h:21, kSmallSize: largest "small" allocation is 1 MiB
+SMALL_BYTES = 1_048_576
+# AllocatorConfig.h:23, kMinLargeAlloc: from here on a request gets a segment of its own size
+MIN_LARGE_BYTES = 10_485_760
+# AllocatorConfig.h:25, kRoundLarge: ... rounded up to 2 MiB
+ROUND_LARGE_BYTES = 2_097_152
+# AllocatorConfig.h:340, large_segment_size_: smaller ones may be packed in blocks of this size
+LARGE_SEGMENT_BYTES = 20_971_520
 
 # AllocatorConfig.cpp: kRoundUpPowerOfTwoIntervals, from 1 MB to 64 GB
 NUM_INTERVALS = 16
 FIRST_INTERVAL_LOG2 = 20
 
-# AllocatorConfig.cpp, getMutableKeys, and CUDAAllocatorConfig.h:160-178, getKeys: known to PyTorch, without influence
+# AllocatorConfig.cpp, getMutableKeys, and CUDAAllocatorConfig.h:158-177, getKeys: known to PyTorch, without influence
 # on how much device memory one stream takes.
 _WITHOUT_INFLUENCE = frozenset(
     {
