@@ -261,65 +261,65 @@ class Lion8bit(Bitsandbytes):
 class Adafactor(_Base):
     """transformers.Adafactor as Trainer makes it: factored second moments in fp32, no first moment, no weight decay.
 
-    Parameter by parameter, with fp32 copies of gradient and weight where they are in 16 bits.
+    Parameter by parameter, with fp32 copies of gradient and weight where they are in 16 bits. The locals of the real loop
+    live on into the next parameter's turn, until they are bound again.
     Source: transformers 5.24, optimization.py, `Adafactor.step`.
     """
 
     def step(self) -> None:
         """Update parameter by parameter."""
+        tape = self.tape
+        gradient = weight = update = None
         for group in self.groups:
             for parameter in group:
-                self.tape.enter_layer(parameter.layer)
-                self._update(parameter)
-        self.tape.enter_layer(None)
+                tape.enter_layer(parameter.layer)
+                numel, shape = parameter.numel, parameter.shape
+                is_half = parameter.dtype is not FLOAT32
+                gradient = None
+                if is_half:
+                    gradient = self._copy(numel)
+                if id(parameter) not in self.states:
+                    self.states[id(parameter)] = self._moments(numel, shape)
+                weight = None
+                if is_half:
+                    weight = self._copy(numel)
+                self.states[id(parameter)][-1] = self.state(1, FLOAT32, "RMS")
+                squared = self._copy(numel)
+                update = self._copy(numel)  # squared + eps
+                del squared
+                if len(shape) >= 2:
+                    for count in (numel // shape[-1], numel // shape[-2]):
+                        self._copy(count)  # the mean over columns, over rows: added in place
+                    update = self._approximated(numel, shape)
+                else:
+                    update = self._copy(numel)
+                self._copy(numel)  # -update, added in place
+        tape.enter_layer(None)
+        del gradient, weight, update
 
-    def _update(self, parameter: Parameter) -> None:
-        tape, numel = self.tape, parameter.numel
-        shape = parameter.shape
-        factored = len(shape) >= 2
-        is_half = parameter.dtype is not FLOAT32
+    def _copy(self, numel: int) -> Tensor:
+        return self.tape.new_tagged(numel, FLOAT32, Category.TEMPORARY, "adafactor")
 
-        def full() -> Tensor:
-            return tape.new_tagged(numel, FLOAT32, Category.TEMPORARY, "update")
+    def _moments(self, numel: int, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return the second moments, and a place for the root mean square of the weight."""
+        sizes = {"exp_avg_sq": numel}
+        if len(shape) >= 2:
+            sizes = {
+                "exp_avg_sq_row": numel // shape[-1],
+                "exp_avg_sq_col": numel // shape[-2],
+            }
+        made = [self.state(size, FLOAT32, name) for name, size in sizes.items()]
+        return [*made, made[0]]
 
-        def small(count: int) -> Tensor:
-            return tape.new_tagged(count, FLOAT32, Category.TEMPORARY, "update")
-
-        gradient = full() if is_half else None
-        num_rows, num_columns = (numel // shape[-1], numel // shape[-2]) if factored else (0, 0)
-        if id(parameter) not in self.states:
-            self.states[id(parameter)] = (
-                [
-                    self.state(num_rows, FLOAT32, "exp_avg_sq_row"),
-                    self.state(num_columns, FLOAT32, "exp_avg_sq_col"),
-                ]
-                if factored
-                else [self.state(numel, FLOAT32, "exp_avg_sq")]
-            )
-        weight = full() if is_half else None
-        root_mean_square = self.state(1, FLOAT32, "RMS")
-        self.states[id(parameter)][len(shape[-2:]) if factored else 1 :] = [root_mean_square]
-        squared = full()  # grad**2 ...
-        update = full()  # ... + eps
-        del squared
-        if factored:
-            row_means = small(num_rows)
-            del row_means
-            column_means = small(num_columns)
-            del column_means
-            mean = small(ceil_div(num_rows, shape[-2]))
-            row_factor = small(num_rows)
-            del mean
-            column_factor = small(num_columns)
-            approximated = full()
-            del row_factor, column_factor
-            update = approximated
-            del approximated
-        else:
-            update = full()
-        step = full()  # -update
-        del step
-        del weight, update, gradient
+    def _approximated(self, numel: int, shape: tuple[int, ...]) -> Tensor:
+        """`_approx_sq_grad`."""
+        mean = self._copy(numel // shape[-1] // shape[-2])
+        row_factor = self._copy(numel // shape[-1])
+        del mean
+        column_factor = self._copy(numel // shape[-2])
+        result = self._copy(numel)
+        del row_factor, column_factor
+        return result
 
 
 class Muon(_Base):
