@@ -1,7 +1,8 @@
 """A stand-in for the package flash-attn: its memory without its kernels.
 
 `transformers` calls it for `attn_implementation="flash_attention_2"`. It keeps for backward what
-`FlashAttnFunc` keeps: q, k, v, the (padded) output, an fp32 log-sum-exp per head and token, and the state of the random numbers;
+`FlashAttnFunc` keeps: q, k, v, the (padded) output, an fp32 log-sum-exp per head
+and token, and the state of the random numbers;
 backward makes dq, dk, dv and holds the buffers of `kernels.flash_backward`.
 
 Shape legend: B batch, S queries, K keys, H heads, G key-value heads, D head size, T tokens of all sequences.

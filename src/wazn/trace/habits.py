@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from wazn.trace.attention import sdpa_on_cuda
+from wazn.trace.autocast import autocast_dtype, no_autocast
 from wazn.trace.tracker import StorageTracker
 
 __all__ = ["Habits"]
@@ -122,6 +123,79 @@ def _torch_dropout(
     return func(input, p, train)
 
 
+def _softmax(
+    habits: Habits,
+    func: Any,
+    input: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """From fp16 to fp32 softmax is one kernel on CUDA, without a raised copy of its input; from bf16 it is two.
+
+    Source: `softmax` in aten/src/ATen/native/SoftMax.cpp.
+    """
+    if input.dtype is torch.float16 and dtype is torch.float32 and dim is not None:
+        with no_autocast():
+            return torch.ops.aten._softmax.default(input, dim, True)
+    return func(input, dim, _stacklevel, dtype)
+
+
+def _log_softmax(
+    habits: Habits,
+    func: Any,
+    input: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same for `log_softmax`."""
+    if input.dtype is torch.float16 and dtype is torch.float32 and dim is not None:
+        with no_autocast():
+            return torch.ops.aten._log_softmax.default(input, dim, True)
+    return func(input, dim, _stacklevel, dtype)
+
+
+def _rms_norm(
+    habits: Habits,
+    func: Any,
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """On CUDA one kernel that keeps its input and an fp32 number per row; autocast raises it to fp32.
+
+    Source: `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp: mixed types take the composite path.
+    """
+    if autocast_dtype() is not None:
+        input, weight = input.float(), None if weight is None else weight.float()
+    if weight is not None and weight.dtype is not input.dtype:
+        return func(input, normalized_shape, weight, eps)
+    return _FusedRmsNorm.apply(input, len(normalized_shape), weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """`_fused_rms_norm`: the operator itself has no kernel for the cpu device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, num_dims: int, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = torch.empty_like(input)
+        rows = input.shape[: input.dim() - num_dims] + (1,) * num_dims
+        rstd = torch.empty(rows, dtype=torch.float32, device=input.device)
+        ctx.save_for_backward(input, rstd, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, _grad_out: torch.Tensor) -> tuple[Any, ...]:
+        input, _, weight = ctx.saved_tensors
+        needs_input, _, needs_weight = ctx.needs_input_grad
+        grad_input = torch.empty_like(input) if needs_input else None
+        return grad_input, None, torch.empty_like(weight) if needs_weight else None
+
+
 def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A tensor that moves between host and device is copied; here both have one device type."""
     device = kwargs.get(
@@ -147,6 +221,10 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _sdpa,
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
+    F.softmax: _softmax,
+    F.log_softmax: _log_softmax,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
     torch.Tensor.to: _to,
     torch.Tensor.cpu: _cpu,
 }

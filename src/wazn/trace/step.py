@@ -11,6 +11,7 @@ gradients are clipped, and set to None after the optimizer's step.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -118,7 +119,8 @@ def _signed_rounded(num_bytes: int) -> int:
 
 def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
     """Run `recipe.num_steps` optimizer steps of the model that `config` (a config.json) describes."""
-    with flash_attn_stand_in():
+    with flash_attn_stand_in(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of one library, about another's call
         model = build_model(config, recipe)
     with (
         flash_attn_stand_in(),

@@ -54,8 +54,13 @@ class World:
         self.tracker = StorageTracker(_Engine(capability, matmul_workspaces=matmul_workspaces))
         self.capability = capability
         self._stack = ExitStack()
+        self._depth = 0
 
     def __enter__(self) -> Self:
+        """Enter the world; entering it again inside changes nothing."""
+        self._depth += 1
+        if self._depth > 1:
+            return self
         self._stack.enter_context(self.fake_mode)
         self._stack.enter_context(self.tracker)
         self._stack.enter_context(cuda_autocast())
@@ -71,7 +76,9 @@ class World:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        self._depth -= 1
+        if self._depth == 0:
+            self._stack.close()
 
     def materialise(self, module: torch.nn.Module) -> torch.nn.Module:
         """Give a module that was built on `meta` fake storages, in place; what shared one goes on sharing it.
