@@ -2,8 +2,8 @@
 
     options -> Recipe -> (engine) -> Timeline -> replay -> Estimate
 
-The replay runs with the card's capacity when one is named: the verdict is PyTorch's own, flush and retry included. Where
-the run does not fit, what is told as the need is the replay without a limit.
+The replay runs with the card's capacity when one is named: the verdict is PyTorch's own, flush and retry included.
+Where the run does not fit, what is told as the need is the replay without a limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from wazn.estimation.answer import (
     Verdict,
 )
 from wazn.estimation.notes import notes_on
-from wazn.estimation.options import OPTION_NAMES, Options, as_option, refuse_unsupported, resolve
+from wazn.estimation.options import OPTION_NAMES, Options, refuse_unsupported, resolve
 from wazn.estimation.targets import adapted_names
 from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
@@ -46,7 +46,7 @@ __all__ = ["ENGINES", "estimate", "weigh"]
 ENGINES = ("auto", "simulate", "trace")
 TIGHT_FRACTION = 0.04  # of the usable memory; until there is an error band from the evidence
 # From the third micro-batch of an optimizer step on, all do the same in the same memory: more of them change no figure.
-MICRO_BATCHES_RUN = 4
+MICRO_BATCHES_RUN = 3
 LARGEST_TENSOR_BYTES = 10**14  # no machine has it, and the sums beyond are nobody's question
 _FLOAT32_BYTES = 4
 
@@ -119,6 +119,7 @@ def weigh(
         replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN)),
         habits,
         targets.linears,
+        capability=_capability(gpu),
         workspace_bytes=blas_workspace(gpu).num_bytes,
     )
     timeline = simulation.timeline
@@ -174,6 +175,11 @@ def weigh(
         spec=spec,
         timeline=timeline,
     )
+
+
+def _capability(gpu: Gpu | None) -> tuple[int, int]:
+    """The compute capability by which kernels are chosen; an A100's where no NVIDIA card is named."""
+    return (gpu.cuda_capability if gpu is not None else None) or (8, 0)
 
 
 def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:

@@ -44,6 +44,7 @@ def simulate(
     habits: Habits,
     targets: frozenset[str] = frozenset(),
     *,
+    capability: tuple[int, int] = (8, 0),
     workspace_bytes: int = 0,
     every_layer: bool = False,
 ) -> Simulation:
@@ -51,6 +52,7 @@ def simulate(
 
     Args:
         habits: of the training stack: how the loss is written.
+        capability: the card's compute capability, by which kernels are chosen.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices: one for forward, one for backward.
         targets: the linears that carry adapters, by their names within a layer.
         every_layer: run every layer, micro-batch and step for itself; the result is the same, later.
@@ -62,10 +64,10 @@ def simulate(
     try:
         if not every_layer:
             try:
-                return _Run(spec, recipe, habits, targets, workspace_bytes, plan).run()
+                return _Run(spec, recipe, habits, targets, capability, workspace_bytes, plan).run()
             except NotRepeatable:
                 pass
-        return _Run(spec, recipe, habits, targets, workspace_bytes, whole).run(
+        return _Run(spec, recipe, habits, targets, capability, workspace_bytes, whole).run(
             every_step=every_layer
         )
     finally:
@@ -87,11 +89,13 @@ class _Run:
         recipe: Recipe,
         habits: Habits,
         targets: frozenset[str],
+        capability: tuple[int, int],
         workspace_bytes: int,
         plan: LayerPlan,
     ) -> None:
         self.recipe = recipe
         self.habits = habits
+        self.capability = capability
         self.workspace_bytes = workspace_bytes
         self.plan = plan
         self.tape = tape = Tape()
@@ -197,7 +201,7 @@ class _Run:
             micro_batch=recipe.micro_batch,
             seq_len=recipe.seq_len,
             attention=recipe.attention,
-            capability=(8, 0),
+            capability=self.capability,
             masks={},
         )
         with tape.autocast(recipe.precision.autocast_dtype):
