@@ -227,10 +227,10 @@ class _Run:
     def run(self) -> None:
         """Replay all parts, or up to the event that fails."""
         for part, templates in self.parts:
+            jumps = part.times > 2 and self.allocator.takes_best_fit and _is_closed(templates)
             repetition = 0
             while repetition < part.times:
-                jump = part.times - repetition > 2 and self.allocator.takes_best_fit
-                start = _Start.of(self) if jump and _is_closed(templates) else None
+                start = _Start.of(self) if jumps and part.times - repetition > 2 else None
                 for template in templates:
                     if not self._segment(template, repetition * part.shift):
                         return
