@@ -153,6 +153,76 @@ def test_mistral_at_448() -> None:
     )
 
 
+S, V = 64, 4000  # of loss_seen.csv
+LOSS_SEEN = list(
+    csv.DictReader((Path(__file__).parent / "loss_seen.csv").read_text("utf-8").splitlines())
+)
+
+
+def _scaling(habits: Habits, half: int, full: int) -> tuple[list[int], list[int], list[int]]:
+    """What a soft-cap or a scale does before the upcast and after it, and in backward."""
+    if habits.family == "gemma2":  # divided, tanh (saved), multiplied
+        return [half, -half, half, -half, half], [], [half, -half, half, -half, -half, half, -half]
+    if habits.family not in ("cohere", "granite"):
+        return [], [], []
+    if habits.logits_scaled_in_fp32:
+        return [], [full, -full], [full, -full]
+    return [half, -half], [], [half, -half]
+
+
+def _written_down(habits: Habits, micro_batch: int, wrapped: bool) -> dict[str, list[int]]:
+    """The tables of docs/stacks.md as allocations (+) and frees (-) in bytes, labels and scalars left out."""
+    loss = habits.loss
+    half, full = 2 * micro_batch * S * V, 4 * micro_batch * S * V
+    copies = loss.shift is Shift.COPY_LOGITS
+    whole = half if loss.upcast is Upcast.NONE else full
+    shifted = whole * (S - 1) // S if copies else whole
+    copied = [shifted] if copies and micro_batch > 1 else []
+    died = [-size for size in copied]
+    before, after, scaled_back = _scaling(habits, half, full)
+
+    forward = [half, *before]
+    forward += {Upcast.NONE: [], Upcast.FORWARD: [full, -half], Upcast.LOSS_FUNCTION: [full]}[
+        loss.upcast
+    ]
+    forward += [*after, *copied, shifted]
+    forward += [-full] if loss.upcast is Upcast.LOSS_FUNCTION else []
+    forward += died if loss.copy_lives_in is Upcast.LOSS_FUNCTION else []
+    forward += [half, -full] if loss.recast_outputs else []
+    forward += died if loss.copy_lives_in is Upcast.FORWARD else []
+    outputs = full if loss.upcast is Upcast.FORWARD and not loss.recast_outputs else half
+    if wrapped and outputs == half:
+        forward += [full, -half]
+        outputs = full
+
+    backward = [shifted, shifted, -shifted, -shifted]
+    backward += [whole, -shifted] if copies else []
+    upcast_back = [half, -full] if whole == full else []
+    if habits.logits_scaled_in_fp32:
+        backward += [*scaled_back, *upcast_back]
+    else:
+        backward += [*upcast_back, *scaled_back]
+    return {"forward": forward, "after_forward": [-outputs], "backward": [*backward, -half]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    LOSS_SEEN,
+    ids=lambda row: "-".join(
+        (row["family"], row["transformers"], row["micro_batch"], row["outputs_wrapped"])
+    ),
+)
+def test_the_loss_runs_as_the_tables_say(row: dict[str, str]) -> None:
+    """The logits-sized allocations and frees of the real classes, in order, are those of docs/stacks.md.
+
+    loss_seen.csv: the family's class at that patch release with one small layer and 4,000 vocabulary rows, bf16, 64
+    tokens, on fake tensors; `outputs_wrapped`: in accelerate 1.15's convert_outputs_to_fp32, without autocast itself.
+    """
+    habits = resolve_stack("hf@" + row["transformers"], family=row["family"])
+    said = _written_down(habits, int(row["micro_batch"]), row["outputs_wrapped"] == "yes")
+    assert said == {phase: [int(size) for size in row[phase].split()] for phase in said}
+
+
 @pytest.mark.parametrize(
     ("family", "turns"),
     [
