@@ -17,7 +17,11 @@ def is_checkpointed(recipe: Recipe, index: int) -> bool:
     """Say whether the layer with this index (in the whole model) is run again in backward."""
     if recipe.checkpointing is Checkpointing.EVERY_N:
         return index % recipe.checkpoint_every == 0
-    return recipe.checkpointing in (Checkpointing.FULL, Checkpointing.FULL_REENTRANT)
+    return recipe.checkpointing in (
+        Checkpointing.FULL,
+        Checkpointing.FULL_REENTRANT,
+        Checkpointing.SELECTIVE_OP,
+    )
 
 
 def run_layers(
@@ -32,6 +36,7 @@ def run_layers(
         elif recipe.checkpointing is Checkpointing.FULL_REENTRANT:
             x = tape.checkpoint_reentrant(call, x)
         else:
-            x = tape.checkpoint(call, x)
+            keep = recipe.checkpointing is Checkpointing.SELECTIVE_OP
+            x = tape.checkpoint(call, x, keep_products=keep)
     tape.enter_layer(None)
     return x

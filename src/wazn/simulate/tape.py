@@ -20,6 +20,7 @@ Facts about the engine that matter here, with their place in PyTorch 2.13:
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
@@ -188,11 +189,26 @@ class _StopRecomputation(Exception):
 class _Frame:
     """One checkpointed call: how to run it again, and what the second run has saved."""
 
-    __slots__ = ("autocast_dtype", "counter", "num_saved", "recomputed", "run", "tape")
+    __slots__ = (
+        "autocast_dtype",
+        "counter",
+        "keep_products",
+        "num_products",
+        "num_saved",
+        "recomputed",
+        "results",
+        "run",
+        "tape",
+    )
 
-    def __init__(self, tape: Tape, run: Callable[[], object]) -> None:
+    def __init__(
+        self, tape: Tape, run: Callable[[], object], *, keep_products: bool = False
+    ) -> None:
         self.tape = tape
-        self.run: Callable[[], object] | None = run
+        self.run = run
+        self.keep_products = keep_products
+        self.num_products = 0
+        self.results: deque[tuple[Tensor, ...]] = deque()
         self.num_saved = 0
         self.counter = 0
         self.recomputed: dict[int, Tensor] | None = None
@@ -574,33 +590,76 @@ class Tape:
 
     # -- checkpointing
 
-    def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run `function(x)` keeping only x; what it saves is computed again when backward first asks for it.
+    def checkpoint(
+        self,
+        function: Callable[..., Tensor],
+        *inputs: Tensor,
+        keep_products: bool = False,
+    ) -> Tensor:
+        """Run `function(*inputs)` keeping only the inputs; what it saves is computed again when backward first asks for it.
 
-        torch.utils.checkpoint without reentry, with its early stop: the second run ends at the last tensor that was saved.
+        torch.utils.checkpoint without reentry, with its early stop: the second run ends at the last tensor that was
+        saved. The inputs are kept until the last node of the call is done (`_NoopSaveInputs`).
+
+        Args:
+            keep_products: selective checkpointing as torchtitan does it: results of attention, and of every other
+                matrix product, are kept and not computed again.
         """
         if not self.grad_enabled:
-            return function(x)
-        self._mark_saved(x)
-        kept = x.detach()
-        kept.requires_grad = x.requires_grad
-        frame = _Frame(self, lambda: function(kept))
+            return function(*inputs)
+        kept = []
+        for x in inputs:
+            self._mark_saved(x)
+            view = x.detach()
+            view.requires_grad = x.requires_grad
+            kept.append(view)
+        frame = _Frame(self, lambda: function(*kept), keep_products=keep_products)
         before, self._packing = self._packing, frame
         try:
-            return function(x)
+            return function(*inputs)
         finally:
             self._packing = before
 
+    def product(self, numel: int, dtype: Dtype) -> Tensor:
+        """Allocate the result of a matrix product; a selective checkpoint keeps every other one of them.
+
+        Source: torchtitan, `_apply_op_sac`: of `aten.mm` the second, fourth, ... in a layer is computed again.
+        """
+        frame = self._packing or self._recomputing
+        if frame is None or not frame.keep_products:
+            return self.new(numel, dtype)
+        frame.num_products += 1
+        if frame.num_products % 2 == 0:
+            return self.new(numel, dtype)
+        return self._kept_results(frame, lambda: (self.new(numel, dtype),))[0]
+
+    def results(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Allocate the results of an attention kernel with `make`; a selective checkpoint keeps them."""
+        frame = self._packing or self._recomputing
+        if frame is None or not frame.keep_products:
+            return make()
+        return self._kept_results(frame, make)
+
+    def _kept_results(
+        self, frame: _Frame, make: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        if frame is self._packing:
+            made = make()
+            for tensor in made:
+                self._mark_saved(tensor)
+            frame.results.append(tuple([tensor.detach() for tensor in made]))
+            return made
+        return frame.results.popleft()
+
     def _recompute(self, frame: _Frame) -> None:
-        run, frame.run = frame.run, None
-        assert run is not None
         packing, self._packing = self._packing, None
         recomputing, self._recomputing = self._recomputing, frame
         category, self.category = self.category, Category.TEMPORARY
         grad_enabled, self.grad_enabled = self.grad_enabled, True
+        frame.num_products = 0
         try:
             with self.autocast(frame.autocast_dtype):
-                run()
+                frame.run()
         except _StopRecomputation:
             pass
         finally:
