@@ -58,6 +58,7 @@ class Fields:
         }
         self._mapping = mapping
         self._faults: list[str] = []
+        self._refused: set[str] = set()
 
     def written(self, key: str) -> str:
         """Return the spelling of `key` in this file."""
@@ -144,7 +145,7 @@ class Fields:
     ) -> list[Any] | None:
         """Return a list with one of the `allowed` values per layer, or None where the file has none."""
         value = self.value(key)
-        if value is None:
+        if value is None or "num_hidden_layers" in self._refused:
             return None
         if not isinstance(value, list) or len(value) != num_layers:
             return self._refuse(key, value, f"must be a list of {num_layers}, one per layer", None)
@@ -154,9 +155,10 @@ class Fields:
                 return self._refuse(f"{key}[{index}]", entry, f"must be one of {choices}", None)
         return value
 
-    def fault(self, message: str) -> None:
-        """Remember what is wrong with the file as a whole."""
-        self._faults.append(message)
+    def fault(self, message: str, *, of: Sequence[str] = ()) -> None:
+        """Remember what is wrong between the keys `of`, unless one of them is wrong by itself already."""
+        if self._refused.isdisjoint(of):
+            self._faults.append(message)
 
     def faults_of(self, inner: Fields) -> None:
         """Take over the faults of an object inside this one; `inner.path` ends in the key of that object."""
@@ -169,6 +171,7 @@ class Fields:
             raise InputError("\n".join(f"{self.path}: {fault}" for fault in self._faults))
 
     def _refuse(self, key: str, value: object, rule: str, instead: T) -> T:
+        self._refused.add(key)
         self._faults.append(f"`{self.written(key)}` {rule}, found {_quote(value)}")
         return instead
 

@@ -59,10 +59,10 @@ def layer_linears(layer: LayerSpec, *, fused_experts: bool = True) -> tuple[Line
         found += _mlp(mlp)
         return tuple(in_creation_order(found, layer.registration))
     found += _moe(mlp, fused=fused_experts)
-    found = in_creation_order(found, layer.registration)
-    if not fused_experts:
-        found = [replace(linear, name=v4_name(linear.name, mlp)) for linear in found]
-    return tuple(found)
+    if fused_experts:
+        return tuple(in_creation_order(found, layer.registration))
+    found = in_creation_order(found, mlp.v4.registration or layer.registration)
+    return tuple(replace(linear, name=v4_name(linear.name, mlp)) for linear in found)
 
 
 def outer_linears(spec: ModelSpec) -> tuple[Linear, ...]:
@@ -113,4 +113,4 @@ def _moe(moe: MoeSpec, *, fused: bool) -> list[Linear]:
         found += _mlp(moe.shared)
     if moe.shared_gate is not None:
         found.append(moe.shared_gate)
-    return found if fused else in_creation_order(found, moe.v4.registration)
+    return found

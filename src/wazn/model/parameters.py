@@ -132,21 +132,20 @@ def layer_parameters(layer: LayerSpec, *, fused_experts: bool = True) -> tuple[P
     Args:
         fused_experts: as transformers 5 stores them; else with the names and the order of 4.57.
     """
-    mlp = layer.mlp
+    mlp, order = layer.mlp, layer.registration
     found = _attention(layer.attention)
     if not isinstance(mlp, MoeSpec):
         found += _mlp(mlp, Group.MLP)
-    elif fused_experts:
+    elif fused_experts or not mlp.v4.listed:
         found += _moe(mlp, _fused_experts(mlp))
     else:
-        experts = _listed_experts(mlp) if mlp.v4.listed else _fused_experts(mlp)
-        found += in_creation_order(_moe(mlp, experts), mlp.v4.registration)
+        found += _moe(mlp, _listed_experts(mlp))
     for norm in layer.norms:
         found += _norm(norm)
-    found = in_creation_order(found, layer.registration)
-    if isinstance(mlp, MoeSpec) and not fused_experts and mlp.v4.renames:
-        found = [replace(p, name=v4_name(p.name, mlp)) for p in found]
-    return tuple(found)
+    if fused_experts or not isinstance(mlp, MoeSpec):
+        return tuple(in_creation_order(found, order))
+    found = in_creation_order(found, mlp.v4.registration or order)
+    return tuple(replace(p, name=v4_name(p.name, mlp)) for p in found)
 
 
 def outer_parameters(spec: ModelSpec) -> OuterParameters:

@@ -144,10 +144,13 @@ class AttentionSpec:
     """Softmax attention with `num_heads` queries over `num_kv_heads` keys and values.
 
     projections: in the order in which the code calls them: (q, k, v), or one fused matrix.
-    fused: how one matrix is cut: None for separate ones; `chunk` (split along the last axis: views), `slices` (Phi 3: one
-        slice each, whose gradients are added), `per-head` (viewed as [heads, 3 * head_dim], then split; BLOOM and Falcon select), `per-group` (InternLM 2: viewed as [groups, heads per group + 2,
-        head_dim], then sliced; queries are copied), `per-group-expanded` (Falcon-40B: the same, and keys and values
-        are copied to every head).
+    fused: how one matrix is cut:
+        None: separate matrices;
+        `chunk`: split along the last axis, views;
+        `slices`: one slice each, whose gradients are added (Phi 3);
+        `per-head`: viewed as [heads, 3 * head_dim], then split; BLOOM and Falcon select;
+        `per-group`: viewed as [groups, heads per group + 2, head_dim], then sliced; queries are copied (InternLM 2);
+        `per-group-expanded`: the same, and keys and values are copied to every head (Falcon-40B).
     code: the family whose attention runs:
         `llama`: one of transformers' attention functions; the eager one has its softmax in fp32, cast back;
         `gpt2`: the same, eager softmax in the type of the scores; `gptj`: the same, eager scores in fp32;
@@ -158,8 +161,8 @@ class AttentionSpec:
         `falcon`: its own sdpa and eager, without dropout where there is no alibi;
         `gpt_oss`: one of the attention functions, sinks joined to the scores by cat in the eager one.
     rotary_code: the family whose `apply_rotary_pos_emb` runs:
-        `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat; `phi`: the same, queries and
-        keys joined after both have been rotated;
+        `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
+        `phi`: the same, queries and keys joined after both have been rotated;
         `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
         `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
         `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head;
@@ -240,7 +243,7 @@ class ListedExperts:
 
     listed: one module per expert; False where 4.x has fused tensors too (gpt-oss, Granite).
     renames: beginnings of names, that of transformers 5 and that of 4.x, applied in order, the first match only.
-    registration: order of creation, by names of transformers 5; empty: as in 5.
+    registration: order of creation in the layer, by names of transformers 5; empty: as in 5.
     expert_registration: the same inside one expert.
     """
 

@@ -71,7 +71,8 @@ def sizes(
     if heads % kv_heads:
         c.fault(
             f"`{c.written('num_attention_heads')}` ({heads}) must be a multiple of "
-            f"`{c.written('num_key_value_heads')}` ({kv_heads})"
+            f"`{c.written('num_key_value_heads')}` ({kv_heads})",
+            of=("num_attention_heads", "num_key_value_heads"),
         )
     if head_dim is None:
         head_dim = c.optional_count("head_dim")
@@ -80,7 +81,8 @@ def sizes(
         if hidden % heads:
             c.fault(
                 f"`{c.written('hidden_size')}` ({hidden}) must be a multiple of "
-                f"`{c.written('num_attention_heads')}` ({heads})"
+                f"`{c.written('num_attention_heads')}` ({heads})",
+                of=("hidden_size", "num_attention_heads"),
             )
     return Sizes(
         hidden=hidden,

@@ -219,7 +219,10 @@ def gptj(c: Fields) -> ModelSpec:
     s = sizes(c, intermediate=inner_size(c))
     rotary = c.optional_count("rotary_dim")
     if rotary is not None and rotary > s.head_dim:
-        c.fault(f"`rotary_dim` ({rotary}) must be at most the size of a head ({s.head_dim})")
+        c.fault(
+            f"`rotary_dim` ({rotary}) must be at most the size of a head ({s.head_dim})",
+            of=("rotary_dim", "hidden_size", "num_attention_heads"),
+        )
     attention = separate_attention(
         s,
         prefix="attn",
@@ -315,7 +318,8 @@ def _neo_kinds(c: Fields, s: Sizes) -> list[str]:
     if len(kinds) != s.layers or not set(kinds) <= {"global", "local"}:
         c.fault(
             '`attention_types` must be groups such as [[["global", "local"], 12]] '
-            f"that name {s.layers} layers"
+            f"that name {s.layers} layers",
+            of=("num_hidden_layers",),
         )
         return ["global"] * s.layers
     return kinds

@@ -446,7 +446,10 @@ def helium(c: Fields) -> ModelSpec:
     """Helium: interleaved rotary, norm weights multiplied in fp32; its output matrix is square by construction."""
     s = sizes(c)
     if s.heads * s.head_dim != s.hidden:
-        c.fault("`num_attention_heads` times `head_dim` must be `hidden_size`")
+        c.fault(
+            "`num_attention_heads` times `head_dim` must be `hidden_size`",
+            of=("num_attention_heads", "head_dim", "hidden_size"),
+        )
     attention = llama_attention(
         c, s, output_bias=False, rotary=RotaryKind.INTERLEAVED, rotary_code="helium"
     )

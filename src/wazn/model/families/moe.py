@@ -20,6 +20,7 @@ from wazn.model.families.common import (
 )
 from wazn.model.families.llama import (
     LLAMA_NORMS,
+    LLAMA_ORDER,
     llama_attention,
     llama_mlp,
     pre_norm_layer,
@@ -219,7 +220,8 @@ def moe(
     if chosen > experts:
         c.fault(
             f"`{c.written('num_experts_per_tok')}` ({chosen}) must be at most "
-            f"`{c.written('num_experts')}` ({experts})"
+            f"`{c.written('num_experts')}` ({experts})",
+            of=("num_experts_per_tok", "num_experts"),
         )
     return MoeSpec(
         flavour=c.model_type,
@@ -343,7 +345,7 @@ def qwen3_moe(c: Fields) -> ModelSpec:
         c,
         s,
         intermediate=c.count("moe_intermediate_size"),
-        v4=ListedExperts(registration=("mlp.gate", "mlp.experts")),
+        v4=ListedExperts(registration=LLAMA_ORDER),
     )
     dense = llama_mlp(c, s)
     return dense_or_sparse(
@@ -411,7 +413,12 @@ def granitemoe(c: Fields) -> ModelSpec:
                 ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
                 ("block_sparse_moe.router", "block_sparse_moe.router.layer"),
             ),
-            registration=("block_sparse_moe.experts", "block_sparse_moe.router"),
+            registration=(
+                "self_attn",
+                "block_sparse_moe.experts",
+                "block_sparse_moe.router",
+                *LLAMA_NORMS,
+            ),
         ),
     )
     layer = pre_norm_layer(
@@ -473,7 +480,7 @@ def _glm4_attention(c: Fields, s: Sizes, rotary: int) -> AttentionSpec:
         s,
         output_bias=False,
         rotary_dim=rotary,
-        rotary_code="phi3",
+        rotary_code="phi",
         rotary_concat=True,
         **per_head,
     )
@@ -517,7 +524,7 @@ def ernie4_5_moe(c: Fields) -> ModelSpec:
         shared=shared_mlp(c, s, intermediate=size * shared, bias=bias) if shared else None,
         v4=ListedExperts(
             renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),),
-            registration=("mlp.gate.moe_statics", "mlp.gate"),
+            registration=("self_attn", "mlp.gate.moe_statics", *LLAMA_ORDER[1:]),
         ),
     )
     attention = separate_attention(
@@ -550,7 +557,7 @@ def minimax_m2(c: Fields) -> ModelSpec:
         s,
         dropout=c.probability("attention_dropout"),
         rotary_dim=rotary,
-        rotary_code="phi3",
+        rotary_code="phi",
         rotary_concat=True,
         **wide_qk_norms(s, NormKind.RMS),
     )
@@ -563,7 +570,10 @@ def _minimax_rotary(c: Fields, s: Sizes) -> int:
     if width is None:
         return rotary_dim(c, s.head_dim)
     if width > s.head_dim:
-        c.fault(f"`rotary_dim` ({width}) must be at most the size of a head ({s.head_dim})")
+        c.fault(
+            f"`rotary_dim` ({width}) must be at most the size of a head ({s.head_dim})",
+            of=("rotary_dim", "head_dim"),
+        )
     return min(width, s.head_dim)
 
 
