@@ -50,7 +50,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The highest point: tensors (allocated), what the allocator took for them (reserved), all of the process (device)."""
+    """The highest point: tensors (allocated), what the allocator took for them (reserved), all of it (device)."""
 
     allocated_bytes: int
     reserved_bytes: int

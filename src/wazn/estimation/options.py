@@ -1,6 +1,7 @@
 """The question as a person asks it, and what it means.
 
-Explicit beats the training stack's habit, the habit beats wazn's default. `resolve` fills every gap and says who filled it.
+Explicit beats the training stack's habit, the habit beats wazn's default. `resolve` fills every gap and says who filled
+it.
 """
 
 from __future__ import annotations
@@ -335,7 +336,7 @@ class _Resolver:
     def inputs_require_grad(
         self, method: Method, quantization: Quantization | None, checkpointing: Checkpointing
     ) -> bool:
-        """The stack does it with checkpointing, k-bit preparation too; reentrant checkpointing of a frozen base needs it."""
+        """The stack does it with checkpointing, as does k-bit preparation; reentrant checkpointing needs it."""
         if method is Method.FULL or checkpointing not in _RUNS_LAYERS_AGAIN:
             return False
         return (

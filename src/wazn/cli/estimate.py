@@ -1,0 +1,223 @@
+"""`wazn estimate`: weigh a fine-tuning run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wazn.cli.base import (
+    COUNT,
+    DECIMAL,
+    Command,
+    common_options,
+    option,
+    require_english,
+    terminal_width,
+)
+
+if TYPE_CHECKING:
+    from wazn.report.estimate import Style
+
+__all__ = ["command"]
+
+DOES_NOT_FIT = 3
+_SECONDS_OF_SILENCE = 1.0
+
+
+@click.command("estimate", cls=Command)
+@click.argument("model")
+@option(
+    "--method", metavar="NAME", group="Method", help="full, lora, qlora or freeze. [default: lora]"
+)
+@option("--rank", type=COUNT, group="Method", help="Rank of the adapters. [default: 16]")
+@option(
+    "--targets",
+    metavar="NAMES",
+    group="Method",
+    help="What is adapted: attention, all-linear, names such as q_proj,v_proj, or a regular expression."
+    " [default: all-linear]",
+)
+@option("--dora", is_flag=True, default=None, group="Method", help="DoRA: LoRA with magnitudes.")
+@option(
+    "--lora-dropout", type=DECIMAL, group="Method", help="Dropout of the adapters. [default: 0]"
+)
+@option(
+    "--quantization",
+    metavar="NAME",
+    group="Method",
+    help="Of the frozen base: nf4, fp4, int8 or none. [default: nf4 with qlora]",
+)
+@option(
+    "--double-quant/--no-double-quant",
+    default=None,
+    group="Method",
+    help="Quantise the constants of the 4-bit blocks as well. [default: yes]",
+)
+@option(
+    "--trainable", metavar="PATTERN", group="Method", help="With --method freeze: what is trained."
+)
+@option(
+    "--freeze", metavar="PATTERN", group="Method", help="With --method freeze: what is not trained."
+)
+@option(
+    "--precision",
+    metavar="PRESET",
+    group="Precision",
+    help="bf16, bf16-autocast (bf16 weights under autocast), bf16-mixed (fp32 weights under autocast),"
+    " bf16-master (bf16 with an fp32 master copy), fp16-mixed or fp32. [default: bf16-autocast]",
+)
+@option(
+    "--weight-dtype",
+    metavar="TYPE",
+    group="Precision",
+    help="Instead of the preset's: bf16, fp16 or fp32.",
+)
+@option("--autocast-dtype", metavar="TYPE", group="Precision", help="bf16, fp16 or none.")
+@option(
+    "--adapter-dtype",
+    metavar="TYPE",
+    group="Precision",
+    help="Of the adapters. [default: the stack's]",
+)
+@option(
+    "--master-dtype",
+    metavar="TYPE",
+    group="Precision",
+    help="Of a second copy that the optimizer updates.",
+)
+@option("--gradient-dtype", metavar="TYPE", group="Precision", help="[default: as what is trained]")
+@option("--state-dtype", metavar="TYPE", group="Precision", help="[default: as what is trained]")
+@option(
+    "--optimizer",
+    metavar="NAME",
+    group="Precision",
+    help="adamw (foreach), adamw-fused, adamw-8bit, paged-adamw-8bit, paged-adamw, adafactor, lion, lion-8bit,"
+    " sgd, sgd-momentum or muon. [default: the stack's]",
+)
+@option(
+    "--micro-batch",
+    type=COUNT,
+    group="Batch",
+    help="Samples per forward pass and GPU. [default: 1]",
+)
+@option("--seq-len", type=COUNT, group="Batch", help="Tokens per sample. [default: 2048]")
+@option(
+    "--grad-accum", type=COUNT, group="Batch", help="Micro-batches per optimizer step. [default: 1]"
+)
+@option(
+    "--checkpointing",
+    metavar="NAME",
+    group="Memory",
+    help="none, full, full-reentrant, every-N, selective-op or selective-attention. [default: the stack's]",
+)
+@option("--attention", metavar="NAME", group="Memory", help="sdpa, flash or eager. [default: sdpa]")
+@option(
+    "--loss", metavar="NAME", group="Memory", help="standard, chunked or fused. [default: standard]"
+)
+@option(
+    "--stack",
+    metavar="NAME",
+    group="Memory",
+    help="The training stack whose habits are modelled: hf, or hf@4.48 as that version of transformers does it."
+    " [default: hf]",
+)
+@option(
+    "--gpu",
+    metavar="NAME",
+    group="Hardware",
+    help="The card, such as rtx-4090, a100-80gb, or a size such as 24GB; `wazn gpus` lists them.",
+)
+@option("--gpus", type=COUNT, group="Hardware", help="GPUs per node. [default: 1]")
+@option("--nodes", type=COUNT, group="Hardware", help="[default: 1]")
+@option(
+    "--parallel",
+    metavar="NAME",
+    group="Hardware",
+    help="ddp, zero1, zero2, zero3 or fsdp. [default: ddp]",
+)
+@option("--tp", type=COUNT, group="Hardware", help="Tensor parallelism. [default: 1]")
+@option("--pp", type=COUNT, group="Hardware", help="Pipeline parallelism. [default: 1]")
+@option("--cp", type=COUNT, group="Hardware", help="Context parallelism. [default: 1]")
+@option("--ep", type=COUNT, group="Hardware", help="Expert parallelism. [default: 1]")
+@option(
+    "--offload", metavar="NAME", group="Hardware", help="none, optimizer or all. [default: none]"
+)
+@option(
+    "--engine",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    group="Output",
+    help="auto, simulate or trace.",
+)
+@common_options
+def command(
+    model: str, gpu: str | None, engine: str, output_format: str, lang: str, **options: Any
+) -> int:
+    """Weigh a fine-tuning run: the peak by component, and whether it fits a GPU.
+
+    MODEL: a catalogue name (llama-3.1-8b; `wazn models` lists them), a Hugging Face id, a folder with config.json, or
+    a config.json file.
+
+    The exit status is 0 if it fits, is tight or no GPU was named, and 3 if it does not fit.
+    """
+    require_english(lang)
+    from wazn.estimation.answer import Verdict
+    from wazn.estimation.estimate import estimate
+
+    given = {name: _plain(value) for name, value in options.items() if value not in (None, "")}
+    with _talking(model):
+        answer = estimate(model, gpu=gpu, engine=engine, **given)
+    if output_format == "json":
+        import json
+
+        from wazn.report.json import to_json
+
+        click.echo(json.dumps(to_json(answer), indent=2, ensure_ascii=False))
+    else:
+        from wazn.estimation.changes import changes
+        from wazn.report.estimate import as_text
+
+        click.echo(as_text(answer, changes(answer), _style()))
+    return DOES_NOT_FIT if answer.fit.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def _plain(value: Any) -> Any:
+    """A number as it was written: `Fraction` is for exact sums, and there are none to do with a dropout."""
+    return float(value) if isinstance(value, Fraction) else value
+
+
+def _style() -> Style:
+    """What stdout can show: the terminal's width, colours unless NO_COLOR forbids them, blocks if it can encode them."""
+    from wazn.report.estimate import Style
+
+    width = terminal_width()
+    plain = width is None or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    try:
+        "█▏│▌".encode(sys.stdout.encoding or "ascii")
+        blocks = True
+    except UnicodeEncodeError:
+        blocks = False
+    return Style(width=width or 80, colour=not plain, unicode=blocks)
+
+
+@contextmanager
+def _talking(model: str) -> Iterator[None]:
+    """Say what takes so long, where something can: a model's configuration may come from the Hub."""
+    if "/" not in model or not sys.stderr.isatty():
+        yield
+        return
+    from threading import Timer  # only what may wait pays for it
+
+    timer = Timer(_SECONDS_OF_SILENCE, click.echo, [f"asking for {model} ..."], {"err": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

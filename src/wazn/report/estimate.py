@@ -1,0 +1,321 @@
+"""An estimate for people: one screen of plain text.
+
+The verdict in words, what holds the peak as bars that stack up against the card's capacity, what would help, what was
+assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from wazn.estimation.answer import Estimate, Verdict
+from wazn.estimation.changes import Change
+from wazn.estimation.options import PRECISIONS, as_option
+from wazn.recipe import Checkpointing, Precision
+from wazn.report.notes import note_text
+from wazn.units import format_ratio, format_size
+
+__all__ = ["Style", "as_text"]
+
+_WIDEST = 100
+_LABEL = 18
+_SIZE = 11
+_NARROWEST_BAR = 10
+_SMALLEST_PART = 200  # what holds less than a two hundredth has no line of its own
+
+
+class Style(NamedTuple):
+    """What the terminal can show: columns, colours, block characters."""
+
+    width: int = 80
+    colour: bool = False
+    unicode: bool = True
+
+
+CATEGORIES = {
+    "weights": "weights",
+    "quantization-state": "quantization state",
+    "adapter-weights": "adapter weights",
+    "gradients": "gradients",
+    "optimizer-states": "optimizer states",
+    "activations": "activations",
+    "logits-and-loss": "logits and loss",
+    "temporary": "temporary",
+    "communication": "communication",
+    "workspaces": "workspaces",
+    "inputs": "inputs",
+    "context": "CUDA context",
+    "managed-memory": "paged states",
+}
+PHASES = {
+    "load": "loading",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "gradient-clipping": "gradient clipping",
+    "optimizer-step": "optimizer step",
+    "zero-grad": "zeroing gradients",
+}
+VERDICTS = {
+    Verdict.FITS: "fits",
+    Verdict.TIGHT: "tight",
+    Verdict.DOES_NOT_FIT: "does not fit",
+    Verdict.NO_GPU_GIVEN: "",
+}
+_COLOURS = {Verdict.FITS: "32", Verdict.TIGHT: "33", Verdict.DOES_NOT_FIT: "31"}
+
+
+def as_text(answer: Estimate, helping: Sequence[Change], style: Style) -> str:
+    """Return the answer as lines for people. helping: from `wazn.estimation.changes`."""
+    style = style._replace(width=max(20, min(style.width, _WIDEST)))
+    lines = [
+        *_headline(answer, style),
+        "",
+        *_question(answer, style),
+        "",
+        *_peak(answer, style),
+        "",
+        *_helping(answer, helping, style),
+        *_defaults(answer, style),
+        *_notes(answer, style),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+def _headline(answer: Estimate, style: Style) -> Iterator[str]:
+    fit = answer.fit
+    colour = _COLOURS.get(fit.verdict, "")
+    for line in _wrapped(_verdict(answer), style):
+        yield _painted(line, f"1;{colour}".rstrip(";"), style)
+    if fit.out_of_memory is not None:
+        failed = fit.out_of_memory
+        phase = PHASES[failed.moment.phase]
+        yield from _wrapped(
+            f"PyTorch stops in {phase} of step {failed.moment.step}: it tries to allocate "
+            f"{format_size(failed.tried_bytes, unit='MiB')} ({CATEGORIES[failed.tag.category]}) and "
+            f"{format_size(failed.free_bytes, unit='MiB')} are free.",
+            style,
+        )
+
+
+def _verdict(answer: Estimate) -> str:
+    fit, need = answer.fit, format_size(answer.peak.device_bytes)
+    if fit.capacity_bytes is None or fit.headroom_bytes is None:
+        return f"It needs {need} at its peak. Name a card with --gpu to hear whether it fits."
+    of = f"{fit.gpu} has {format_size(fit.capacity_bytes)}"
+    margin = format_size(abs(fit.headroom_bytes))
+    if fit.verdict is Verdict.DOES_NOT_FIT:
+        return f"It does not fit: it needs {need}, {of}, {margin} too little."
+    if fit.headroom_bytes < 0:
+        return f"Tight: it needs {need}, {of}; {margin} of paged states move to the host."
+    word = "It fits" if fit.verdict is Verdict.FITS else "Tight"
+    return f"{word}: it needs {need}, {of}, {margin} to spare."
+
+
+# --- the question --------------------------------------------------------------------------------
+
+
+def _question(answer: Estimate, style: Style) -> Iterator[str]:
+    model, recipe = answer.model, answer.recipe
+    share = format_ratio(model.num_trainable_parameters * 100, model.num_parameters, digits=2)
+    yield from _wrapped(
+        f"{model.id}: {_count(model.num_parameters)} parameters, "
+        f"{_count(model.num_trainable_parameters)} trained ({share} %)",
+        style,
+    )
+    method: str = recipe.method.value
+    if recipe.adapter is not None:
+        adapter = recipe.adapter
+        method += f", {'DoRA ' if adapter.dora else ''}rank {adapter.rank} on "
+        method += ",".join(adapter.targets)
+        method += f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+    accumulation = f" x {recipe.grad_accum} micro-batches" if recipe.grad_accum > 1 else ""
+    yield from _wrapped(
+        f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "
+        f"{_precision(recipe.precision)}, {recipe.optimizer}, checkpointing {_checkpointing(answer)}, "
+        f"{recipe.attention} attention; {recipe.stack}",
+        style,
+    )
+
+
+def _precision(precision: Precision) -> str:
+    """The preset's name where it is one, else its parts."""
+    parts = (precision.weight_dtype, precision.autocast_dtype, precision.master_dtype)
+    for name, preset in PRECISIONS.items():
+        if preset == parts:
+            return name
+    autocast = precision.autocast_dtype
+    under = "" if autocast is None else f" under {autocast.name} autocast"
+    return f"{precision.weight_dtype.name} weights{under}"
+
+
+def _checkpointing(answer: Estimate) -> str:
+    recipe = answer.recipe
+    if recipe.checkpointing is Checkpointing.EVERY_N:
+        return f"every-{recipe.checkpoint_every}"
+    return recipe.checkpointing.value
+
+
+def _count(number: int) -> str:
+    """Write a number of parameters as people say it.
+
+    >>> _count(8_030_261_248), _count(41_943_040), _count(0)
+    ('8.03 B', '41.94 M', '0')
+    """
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{format_ratio(number, size, digits=2)} {unit}"
+    return str(number)
+
+
+# --- the peak ------------------------------------------------------------------------------------
+
+
+class _Bar(NamedTuple):
+    label: str
+    start_bytes: int
+    num_bytes: int
+
+
+def _bars(answer: Estimate) -> list[_Bar]:
+    """The components, each standing on those before it: tensors, then what is not allocated, then what is outside."""
+    peak = answer.peak
+    sizes = [(CATEGORIES[line.category], line.num_bytes) for line in answer.breakdown]
+    sizes.append(("reserved, unused", peak.reserved_bytes - peak.allocated_bytes))
+    sizes += [(CATEGORIES[line.category], line.num_bytes) for line in answer.outside]
+    bars, start, rest = [], 0, 0
+    for label, num_bytes in sizes:
+        if num_bytes * _SMALLEST_PART < peak.device_bytes:
+            rest += num_bytes
+            continue
+        bars.append(_Bar(label, start, num_bytes))
+        start += num_bytes
+    return [*bars, _Bar("smaller parts", start, rest)] if rest else bars
+
+
+def _peak(answer: Estimate, style: Style) -> Iterator[str]:
+    peak = answer.peak
+    bars = _bars(answer)
+    capacity = answer.fit.capacity_bytes
+    full = max(peak.device_bytes, capacity or 0, 1)
+    cells = style.width - 2 - _LABEL - _SIZE - 2
+    title = f"The peak, in {PHASES.get(peak.phase, peak.phase)} of step {peak.step}:"
+    yield from _wrapped(title, style)
+    for bar in [*bars, _Bar("all of it", 0, peak.device_bytes)]:
+        row = f"  {bar.label:<{_LABEL}}{format_size(bar.num_bytes):>{_SIZE}}"
+        if cells >= _NARROWEST_BAR:
+            row += "  " + _drawn(bar, full, capacity, cells, style)
+        yield row
+    highest: dict[str, int] = {}
+    for phase in answer.phases:
+        highest[phase.phase] = max(highest.get(phase.phase, 0), phase.peak_allocated_bytes)
+    parts = [
+        f"{PHASES.get(name, name)} {format_size(num_bytes).removesuffix(' GiB')}"
+        for name, num_bytes in highest.items()
+        if name != "zero-grad"
+    ]
+    yield from _wrapped(f"Allocated by phase: {', '.join(parts)} GiB.", style)
+
+
+def _drawn(bar: _Bar, full: int, capacity: int | None, cells: int, style: Style) -> str:
+    """One bar on a line of `cells`; the card's capacity is a mark on it."""
+    block, sliver, mark = ("█", "▏", "│") if style.unicode else ("#", ":", "|")
+    line = [" "] * cells
+    begin = bar.start_bytes * cells // full
+    end = round((bar.start_bytes + bar.num_bytes) * cells / full)
+    first = min(round(bar.start_bytes * cells / full), cells - 1)
+    if end > first:
+        line[first:end] = block * (end - first)
+    else:
+        line[min(begin, cells - 1)] = sliver
+    if capacity is not None:
+        at = min(capacity * cells // full, cells - 1)
+        if line[at] != block:
+            line[at] = mark
+        elif capacity < full:
+            line[at] = "▌" if style.unicode else "!"
+    text = "".join(line).rstrip()
+    return _painted(text, "36", style)
+
+
+# --- what would help, what was assumed -----------------------------------------------------------
+
+
+def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Iterator[str]:
+    largest = max(answer.breakdown, key=lambda line: line.num_bytes, default=None)
+    if largest is None:
+        return
+    share = format_ratio(largest.num_bytes * 100, answer.peak.allocated_bytes, digits=0)
+    what = f"{share} % of what is allocated are {CATEGORIES[largest.category]}."
+    if not helping:
+        yield from _wrapped(what, style)
+        return
+    yield from _wrapped(f"{what} What would help:", style)
+    rows = [
+        (
+            _as_options(change),
+            f"saves {format_size(change.saved_bytes)}, needs {format_size(change.device_bytes)}",
+            VERDICTS[change.verdict],
+        )
+        for change in helping
+    ]
+    width = max(len(options) for options, _, _ in rows)
+    for options, saving, verdict in rows:
+        line = f"  {options:<{width}}  {saving}" + (f": {verdict}" if verdict else "")
+        yield from _wrapped(line, style, indent="    ")
+
+
+def _as_options(change: Change) -> str:
+    return " ".join(f"{as_option(name)} {value}" for name, value in change.options.items())
+
+
+def _defaults(answer: Estimate, style: Style) -> Iterator[str]:
+    recipe, precision = answer.recipe, answer.recipe.precision
+    adapter, quantization = recipe.adapter, recipe.quantization
+    values: dict[str, object] = {
+        "method": recipe.method,
+        "precision": _precision(precision),
+        "adapter-dtype": precision.adapter_dtype.name,
+        "optimizer": recipe.optimizer,
+        "micro-batch": recipe.micro_batch,
+        "seq-len": recipe.seq_len,
+        "grad-accum": recipe.grad_accum,
+        "checkpointing": _checkpointing(answer),
+        "attention": recipe.attention,
+        "loss": recipe.loss,
+        "stack": recipe.stack,
+    }
+    if adapter is not None:
+        values |= {"rank": adapter.rank, "targets": ",".join(adapter.targets)}
+    if quantization is not None:
+        values |= {"quantization": quantization.format}
+    for who, whom in (("stack", recipe.stack), ("wazn", "wazn")):
+        taken = [
+            f"{name} {value}" for name, value in values.items() if answer.defaults.get(name) == who
+        ]
+        if taken:
+            yield from _wrapped(f"Chosen by {whom}: {', '.join(taken)}.", style)
+
+
+def _notes(answer: Estimate, style: Style) -> Iterator[str]:
+    for note in answer.notes:
+        yield from _wrapped(f"Note: {note_text(note)}", style)
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str, style: Style, *, indent: str = "  ") -> list[str]:
+    if len(text) <= style.width:
+        return [text]
+    from textwrap import wrap
+
+    return wrap(text, style.width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _painted(text: str, code: str, style: Style) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if style.colour and code else text
