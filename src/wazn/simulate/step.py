@@ -22,6 +22,7 @@ from wazn.simulate.loss import causal_lm_loss
 from wazn.simulate.optimizers import clip_gradients, make_optimizer
 from wazn.simulate.repeat import LayerPlan, NotRepeatable, expand, plan_layers
 from wazn.simulate.tape import Tape, Tensor
+from wazn.simulate.trained import Trained
 from wazn.timeline.events import PASS, Category, Phase, Segment, Timeline
 
 __all__ = ["Simulation", "simulate"]
@@ -57,52 +58,64 @@ def simulate(
         targets: the linears that carry adapters, by their names within a layer.
         every_layer: run every layer, micro-batch and step for itself; the result is the same, later.
     """
-    plan = plan_layers(_kinds(spec, recipe))
+    setup = _Setup(
+        spec=spec,
+        recipe=recipe,
+        habits=habits,
+        targets=targets,
+        trained=Trained(spec, recipe),
+        capability=capability,
+        workspace_bytes=workspace_bytes,
+    )
     whole = LayerPlan(num_layers=spec.num_layers)
     was_enabled = gc.isenabled()
     gc.disable()  # a run makes many objects and no cycles that outlive it
     try:
         if not every_layer:
             try:
-                return _Run(spec, recipe, habits, targets, capability, workspace_bytes, plan).run()
+                return _Run(setup, setup.plan()).run()
             except NotRepeatable:
                 pass
-        return _Run(spec, recipe, habits, targets, capability, workspace_bytes, whole).run(
-            every_step=every_layer
-        )
+        return _Run(setup, whole).run(every_step=every_layer)
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _kinds(spec: ModelSpec, recipe: Recipe) -> list[tuple[int, bool]]:
-    """What makes two layers do the same: the same spec, and both checkpointed or not."""
-    return [(id(layer), is_checkpointed(recipe, index)) for index, layer in enumerate(spec.layers)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setup:
+    """All that a run is made of."""
+
+    spec: ModelSpec
+    recipe: Recipe
+    habits: Habits
+    targets: frozenset[str]
+    trained: Trained
+    capability: tuple[int, int]
+    workspace_bytes: int
+
+    def plan(self) -> LayerPlan:
+        """Layers do the same when they have the same spec, the same checkpointing, and the same weights are trained."""
+        return plan_layers(
+            [
+                (id(layer), is_checkpointed(self.recipe, index), self.trained.kind(index))
+                for index, layer in enumerate(self.spec.layers)
+            ]
+        )
 
 
 class _Run:
     """A model on a tape, and the passes over it."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        recipe: Recipe,
-        habits: Habits,
-        targets: frozenset[str],
-        capability: tuple[int, int],
-        workspace_bytes: int,
-        plan: LayerPlan,
-    ) -> None:
-        self.recipe = recipe
-        self.habits = habits
-        self.capability = capability
-        self.workspace_bytes = workspace_bytes
+    def __init__(self, setup: _Setup, plan: LayerPlan) -> None:
+        self.setup = setup
+        self.recipe = recipe = setup.recipe
         self.plan = plan
         self.tape = tape = Tape()
         tape.copies = plan.copies
-        layers = tuple(spec.layers[index] for index in plan.run)
-        self.spec = replace(spec, num_layers=len(layers), layers=layers)
-        self.model = load(tape, self.spec, recipe, targets)
+        layers = tuple(setup.spec.layers[index] for index in plan.run)
+        self.spec = replace(setup.spec, num_layers=len(layers), layers=layers)
+        self.model = load(tape, self.spec, recipe, setup.targets, setup.trained, plan.run)
         for layer, index in zip(self.model.layers, plan.run, strict=True):
             layer.checkpointed = is_checkpointed(recipe, index)
         self.optimizer = make_optimizer(tape, self.model.parameters, recipe)
@@ -189,9 +202,11 @@ class _Run:
 
     def _take_workspace(self, *, first: bool) -> None:
         """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace from its first product on."""
-        if first and self.workspace_bytes:
+        if first and self.setup.workspace_bytes:
             self.workspaces.append(
-                self.tape.new_tagged(self.workspace_bytes, UINT8, Category.WORKSPACES, "cublas")
+                self.tape.new_tagged(
+                    self.setup.workspace_bytes, UINT8, Category.WORKSPACES, "cublas"
+                )
             )
 
     def _forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +216,7 @@ class _Run:
             micro_batch=recipe.micro_batch,
             seq_len=recipe.seq_len,
             attention=recipe.attention,
-            capability=self.capability,
+            capability=self.setup.capability,
             masks={},
         )
         with tape.autocast(recipe.precision.autocast_dtype):
@@ -212,7 +227,7 @@ class _Run:
                 self.model.head,
                 hidden,
                 labels,
-                habits=self.habits,
+                habits=self.setup.habits,
                 micro_batch=recipe.micro_batch,
             )
 
