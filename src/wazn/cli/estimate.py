@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 
 def _style() -> Style:
-    """What stdout can show: the terminal's width, colours unless NO_COLOR forbids them, blocks if it can encode them."""
+    """What stdout can show: its width, colours unless NO_COLOR forbids them, blocks where it can encode them."""
     from wazn.report.estimate import Style
 
     width = terminal_width()

@@ -11,8 +11,9 @@ from typing import Any
 
 from wazn.errors import WaznError
 from wazn.estimation.answer import Estimate, Verdict
-from wazn.estimation.estimate import weigh
+from wazn.estimation.estimate import fit_of, run_through
 from wazn.recipe import Attention, Checkpointing, Method, Optimizer
+from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
 
 __all__ = ["Change", "changes"]
@@ -23,36 +24,44 @@ _LEAST_SAVING = 50  # a change that saves less than a fiftieth of the need is no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One change. options: as on the command line, `_` for `-`. The rest is what the changed run needs."""
+    """One change. options: as on the command line, `_` for `-`.
+
+    saved_bytes: how much lower the allocated peak is.
+    verdict: whether the changed run fits; asked only where the run as it is does not, or only just.
+    """
 
     options: dict[str, Any]
     saved_bytes: int
-    device_bytes: int
     verdict: Verdict
 
 
 def changes(answer: Estimate) -> tuple[Change, ...]:
     """Return the most effective changes of a run, the one that saves most first."""
     ranked = sorted(_candidates(answer), key=lambda item: -item[0])
-    found = []
-    for _, options in ranked[:MOST_TRIED]:
-        change = _weighed(answer, options)
-        if change is not None and change.saved_bytes * _LEAST_SAVING > answer.peak.device_bytes:
-            found.append(change)
+    tried = (_tried(answer, options) for _, options in ranked[:MOST_TRIED])
+    found = (change for change in tried if change is not None)
     return tuple(sorted(found, key=lambda change: -change.saved_bytes))
 
 
-def _weighed(answer: Estimate, options: dict[str, Any]) -> Change | None:
+def _tried(answer: Estimate, options: dict[str, Any]) -> Change | None:
+    """Weigh the changed run; None where it cannot be weighed or saves next to nothing."""
+    gpu = answer.cluster.gpu
     try:
-        changed = weigh(answer.spec, replace(answer.options, **options), gpu=answer.cluster.gpu)
-    except WaznError:  # a change that cannot be weighed is not offered
+        run = run_through(answer.spec, replace(answer.options, **options), gpu)
+    except WaznError:
         return None
-    return Change(
-        options=options,
-        saved_bytes=answer.peak.device_bytes - changed.peak.device_bytes,
-        device_bytes=changed.peak.device_bytes,
-        verdict=changed.fit.verdict,
-    )
+    highest_bytes = peak(run.simulation.timeline).peak_bytes
+    saved_bytes = answer.peak.allocated_bytes - highest_bytes
+    if saved_bytes * _LEAST_SAVING < answer.peak.allocated_bytes:
+        return None
+    verdict = answer.fit.verdict
+    if verdict in (Verdict.DOES_NOT_FIT, Verdict.TIGHT) and gpu is not None:
+        if highest_bytes > gpu.usable_bytes:
+            verdict = Verdict.DOES_NOT_FIT  # no allocator can help
+        else:
+            _, fit = fit_of(gpu, run.simulation.timeline, run.outside)
+            verdict = fit.verdict
+    return Change(options=options, saved_bytes=saved_bytes, verdict=verdict)
 
 
 def _candidates(answer: Estimate) -> Iterator[tuple[int, dict[str, Any]]]:

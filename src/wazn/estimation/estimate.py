@@ -9,7 +9,7 @@ Where the run does not fit, what is told as the need is the replay without a lim
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
 from wazn.errors import InputError, Unsupported
@@ -27,7 +27,7 @@ from wazn.estimation.answer import (
     Verdict,
 )
 from wazn.estimation.notes import notes_on
-from wazn.estimation.options import OPTION_NAMES, Options, refuse_unsupported, resolve
+from wazn.estimation.options import OPTION_NAMES, Options, Resolved, refuse_unsupported, resolve
 from wazn.estimation.targets import adapted_names
 from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
@@ -37,11 +37,11 @@ from wazn.facts.stacks import resolve_stack
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Attention, Recipe
-from wazn.simulate.step import simulate
+from wazn.simulate.step import Simulation, simulate
 from wazn.timeline.events import Category, Phase, Timeline
 from wazn.timeline.replay import Replay, replay
 
-__all__ = ["ENGINES", "estimate", "weigh"]
+__all__ = ["ENGINES", "Run", "estimate", "fit_of", "run_through", "weigh"]
 
 ENGINES = ("auto", "simulate", "trace")
 TIGHT_FRACTION = 0.04  # of the usable memory; until there is an error band from the evidence
@@ -108,23 +108,10 @@ def weigh(
     spec: ModelSpec, options: Options, *, gpu: Gpu | None = None, notes: tuple[Note, ...] = ()
 ) -> Estimate:
     """Weigh a run of a model that was read already; `notes` are those of the look-ups."""
-    habits = resolve_stack(options.stack or "hf", family=spec.family)
-    resolved = resolve(options, habits, gpu)
-    recipe, cluster = resolved.recipe, resolved.cluster
-    refuse_unsupported(recipe, cluster)
-    _refuse_absurd(spec, recipe)
-    targets = adapted_names(spec, recipe)
-    simulation = simulate(
-        spec,
-        replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN)),
-        habits,
-        targets.linears,
-        capability=_capability(gpu),
-        workspace_bytes=blas_workspace(gpu).num_bytes,
-    )
-    timeline = simulation.timeline
-    outside = _outside(gpu, simulation.managed_bytes)
-    need, fit = _fit(gpu, timeline, outside)
+    run = run_through(spec, options, gpu)
+    recipe, cluster, outside = run.resolved.recipe, run.resolved.cluster, run.outside
+    timeline = run.simulation.timeline
+    need, fit = fit_of(gpu, timeline, outside)
     moment = need.peak
     return Estimate(
         engine="simulate",
@@ -132,7 +119,7 @@ def weigh(
             id=spec.id,
             family=spec.family,
             num_parameters=count_parameters(spec),
-            num_trainable_parameters=simulation.num_trainable_parameters,
+            num_trainable_parameters=run.simulation.num_trainable_parameters,
         ),
         recipe=recipe,
         cluster=cluster,
@@ -169,8 +156,8 @@ def weigh(
             * cluster.data_parallel
             * recipe.seq_len,
         ),
-        notes=(*notes, *notes_on(spec, recipe, gpu, fit, outside, targets.unmatched)),
-        defaults=resolved.defaults,
+        notes=(*notes, *notes_on(spec, recipe, gpu, fit, outside, run.unmatched_targets)),
+        defaults=run.resolved.defaults,
         options=options,
         spec=spec,
         timeline=timeline,
@@ -180,6 +167,39 @@ def weigh(
 def _capability(gpu: Gpu | None) -> tuple[int, int]:
     """The compute capability by which kernels are chosen; an A100's where no NVIDIA card is named."""
     return (gpu.cuda_capability if gpu is not None else None) or (8, 0)
+
+
+class Run(NamedTuple):
+    """A run that was simulated and not yet replayed."""
+
+    resolved: Resolved
+    simulation: Simulation
+    outside: tuple[OutsideLine, ...]
+    unmatched_targets: tuple[str, ...]
+
+
+def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
+    """Resolve the options and run the training step on the tape. Raises: InputError, UnknownFact, Unsupported."""
+    habits = resolve_stack(options.stack or "hf", family=spec.family)
+    resolved = resolve(options, habits, gpu)
+    recipe = resolved.recipe
+    refuse_unsupported(recipe, resolved.cluster)
+    _refuse_absurd(spec, recipe)
+    targets = adapted_names(spec, recipe)
+    simulation = simulate(
+        spec,
+        replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN)),
+        habits,
+        targets.linears,
+        capability=_capability(gpu),
+        workspace_bytes=blas_workspace(gpu).num_bytes,
+    )
+    return Run(
+        resolved=resolved,
+        simulation=simulation,
+        outside=_outside(gpu, simulation.managed_bytes),
+        unmatched_targets=targets.unmatched,
+    )
 
 
 def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
@@ -222,7 +242,7 @@ def _outside(gpu: Gpu | None, managed_bytes: int) -> tuple[OutsideLine, ...]:
     return tuple(lines)
 
 
-def _fit(
+def fit_of(
     gpu: Gpu | None, timeline: Timeline, outside: tuple[OutsideLine, ...]
 ) -> tuple[Replay, Fit]:
     """Return the replay that tells the need, and the verdict.

@@ -258,14 +258,14 @@ def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Itera
     rows = [
         (
             _as_options(change),
-            f"saves {format_size(change.saved_bytes)}, needs {format_size(change.device_bytes)}",
+            f"saves {format_size(change.saved_bytes)}",
             VERDICTS[change.verdict],
         )
         for change in helping
     ]
     width = max(len(options) for options, _, _ in rows)
     for options, saving, verdict in rows:
-        line = f"  {options:<{width}}  {saving}" + (f": {verdict}" if verdict else "")
+        line = f"  {options:<{width}}  {saving}" + (f", {verdict}" if verdict else "")
         yield from _wrapped(line, style, indent="    ")
 
 
