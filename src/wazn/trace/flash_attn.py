@@ -128,6 +128,7 @@ def flash_attn_stand_in() -> Iterator[None]:
     hidden = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     undo = [_patch_flag(module) for module in list(sys.modules.values())]
+    undo.append(_patch_imports())
     try:
         yield
     finally:
@@ -184,5 +185,27 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
             module.__dict__[names[0]] = flag
         if check is not None:
             matrix[2]["general_availability_check"] = check
+
+    return restore
+
+
+def _patch_imports() -> Callable[[], None]:
+    """Put in what transformers before 4.54 imports from flash-attn when it is itself imported; return
+    the way back.
+    """
+    module = import_module("transformers.modeling_flash_attention_utils")
+    missing = {
+        "flash_attn_func": flash_attn_func,
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+        "_flash_supports_window_size": True,
+    }
+    names = [name for name in missing if not hasattr(module, name)]
+    if hasattr(module, "lazy_import_flash_attention"):
+        names = []
+    module.__dict__.update({name: missing[name] for name in names})
+
+    def restore() -> None:
+        for name in names:
+            del module.__dict__[name]
 
     return restore

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -56,7 +56,11 @@ class Recipe:
     # the embeddings' output requires gradients; None: where reentrant checkpointing needs it
     input_grads: bool | None = None
     attention: str = "sdpa"
+    num_items: bool = (
+        True  # the loss is divided by the number of labels, as Trainer has it since 4.46
+    )
     attention_mask: bool = True  # what data collators add: a mask of ones
+    loop: str = "plain"  # plain | trainer
     max_grad_norm: float | None = 1.0
     set_to_none: bool = True
     keep_outputs: bool = False
@@ -136,9 +140,7 @@ def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = _optimizer(recipe.optimizer, trainable)
         loop = _Loop(tracker, model, optimizer, recipe, categories)
-        for step in range(1, recipe.num_steps + 1):
-            tracker.step = step
-            loop.optimizer_step()
+        loop.run()
         return Rehearsal(events=tuple(tracker.events), categories=categories)
 
 
@@ -156,8 +158,8 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config,
-            dtype=getattr(torch, recipe.weight_dtype),
             attn_implementation=_ATTENTION[recipe.attention],
+            **{_dtype_option(): getattr(torch, recipe.weight_dtype)},
         )
         if recipe.method == "qlora":
             quantise_linears(model, double_quant=recipe.double_quant)
@@ -175,6 +177,14 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
         ):
             model.enable_input_require_grads()
     return model
+
+
+def _dtype_option() -> str:
+    """Return the name under which this version of transformers takes the weights' type; `dtype` since 4.56."""
+    import transformers
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    return "dtype" if version >= (4, 56) else "torch_dtype"
 
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
@@ -214,10 +224,10 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
 
 def _optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5, foreach=True),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5),
         "adamw-fused": lambda: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
-        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-5, foreach=True),
-        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-5, momentum=0.9, foreach=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-5),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-5, momentum=0.9),
     }
     if name not in makers:
         raise InputError(f"optimizer `{name}` cannot be rehearsed; try {', '.join(makers)}")
@@ -247,40 +257,89 @@ class _Loop:
         self.optimizer = optimizer
         self.recipe = recipe
         self.categories = categories
+        self.batches: list[dict[str, Any]] = []
+        self.total_loss = torch.zeros((), device=DEVICE)
+        self.step_loss = self.grad_norm = None
         self._mark_loss()
 
-    def optimizer_step(self) -> None:
-        """Run the micro-batches, clip, step, and set the gradients to None."""
-        for _ in range(self.recipe.grad_accum):
-            self._micro_batch()
+    def run(self) -> None:
+        """Run all optimizer steps, in a plain loop or in the real Trainer's."""
+        if self.recipe.loop == "trainer":
+            self._train()
+            return
+        for step in range(1, self.recipe.num_steps + 1):
+            self.tracker.step = step
+            self._optimizer_step()
+
+    def _train(self) -> None:
+        from wazn.trace.trainer import train
+
+        train(
+            self.tracker,
+            self.model,
+            self.optimizer,
+            micro_batch=self.recipe.micro_batch,
+            seq_len=self.recipe.seq_len,
+            grad_accum=self.recipe.grad_accum,
+            num_steps=self.recipe.num_steps,
+            bf16=self.recipe.autocast_dtype == "bfloat16",
+            max_grad_norm=self.recipe.max_grad_norm,
+            on_step=self._name_long_lived,
+        )
+
+    def _name_long_lived(self) -> None:
+        self._name([p.grad for p in self.model.parameters()], Category.GRADIENTS)
+        self._name(self.optimizer.state.values(), Category.OPTIMIZER_STATES)
+
+    def _optimizer_step(self) -> None:
+        """Run the micro-batches, clip, step, and let the gradients go.
+
+        Like `Trainer`, it fetches all batches of a step first and holds them, the step's loss and the norm
+        of the gradients until the next step has its own.
+        """
+        self.tracker.phase = Phase.FORWARD
+        self.batches, num_items = self._fetch()
+        for inputs in self.batches:
+            self.step_loss = self._micro_batch(inputs, num_items)
+            self.total_loss += self.step_loss
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         if self.recipe.max_grad_norm is not None:
             self.tracker.phase = Phase.CLIP
-            torch.nn.utils.clip_grad_norm_(trainable, self.recipe.max_grad_norm, foreach=True)
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(trainable, self.recipe.max_grad_norm)
         self.tracker.phase = Phase.OPTIMIZER
         self.optimizer.step()
-        self._name(self.optimizer.state.values(), Category.OPTIMIZER_STATES)
+        self._name_long_lived()
         self.tracker.phase = Phase.ZERO_GRAD
         self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
 
-    def _micro_batch(self) -> None:
+    def _fetch(self) -> tuple[list[dict[str, Any]], Any]:
+        shape = (self.recipe.micro_batch, self.recipe.seq_len)
+        names = ["input_ids", "labels"] + ["attention_mask"] * self.recipe.attention_mask
+        batches = [
+            {name: torch.empty(shape, dtype=torch.int64, device=DEVICE) for name in names}
+            for _ in range(self.recipe.grad_accum)
+        ]
+        self._name(batches, Category.INPUTS)
+        if not self.recipe.num_items:
+            return batches, None
+        return batches, sum((batch["labels"] != -100).sum() for batch in batches)
+
+    def _micro_batch(self, inputs: dict[str, Any], num_items: Any) -> Any:
         self.tracker.phase = Phase.FORWARD
-        inputs = self._inputs()
-        self._name(inputs, Category.INPUTS)
-        loss, outputs = self._loss(inputs)
+        loss, outputs = self._loss(inputs, num_items)
         if not self.recipe.keep_outputs:
             outputs = None
-        del inputs
-        if self.recipe.grad_accum > 1:
+        if num_items is None and self.recipe.grad_accum > 1:
             loss = loss / self.recipe.grad_accum
         self.tracker.phase = Phase.BACKWARD
         loss.backward()
         del outputs
-        self._name([p.grad for p in self.model.parameters()], Category.GRADIENTS)
+        return loss.detach()
 
-    def _loss(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    def _loss(self, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Any]:
+        counted = {} if num_items is None else {"num_items_in_batch": num_items}
         with self._autocast():
-            outputs = self.model(**inputs)
+            outputs = self.model(**inputs, **counted)
         if self.recipe.autocast_dtype is not None and self.recipe.raise_outputs:
             from accelerate.utils.operations import convert_to_fp32
 
@@ -292,15 +351,8 @@ class _Loop:
             return nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, self.recipe.autocast_dtype))
 
-    def _inputs(self) -> dict[str, Any]:
-        shape = (self.recipe.micro_batch, self.recipe.seq_len)
-        names = ["input_ids", "labels"] + ["attention_mask"] * self.recipe.attention_mask
-        return {name: torch.empty(shape, dtype=torch.int64, device=DEVICE) for name in names}
-
-    def _name(self, values: Any, category: Category) -> None:
-        for tensor in tensors_in(
-            list(values.values()) if isinstance(values, dict) else list(values)
-        ):
+    def _name(self, values: Iterable[Any], category: Category) -> None:
+        for tensor in tensors_in(list(values)):
             block_id = self.tracker.block_id(tensor)
             if block_id is not None:
                 self.categories.setdefault(block_id, category)
