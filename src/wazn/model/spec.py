@@ -265,6 +265,8 @@ class MoeSpec:
     experts_transposed: fused storage is [E, H, 2I] and [E, I, H] (gpt-oss).
     router_correction_bias: name of a parameter [1, E] that takes no gradient (ERNIE).
     shared, shared_gate: experts that see every token, as one MLP; the gate scales it by a sigmoid (Qwen 2).
+    normalise: the chosen weights are divided by their sum (where the family has a choice: `norm_topk_prob`).
+    num_groups, groups_per_token: a token's experts are chosen within its best groups (DeepSeek).
     """
 
     flavour: str
@@ -279,6 +281,9 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: Linear | None = None
     router_correction_bias: str | None = None
+    normalise: bool = True
+    num_groups: int = 1
+    groups_per_token: int = 1
     v4: ListedExperts = ListedExperts()
 
 

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "max_position_embeddings": 2048,
         "num_experts": 64,
         "n_shared_experts": 2,
+        "topk_method": "greedy",
         "moe_intermediate_size": 1407,
         "first_k_dense_replace": 0,
     },
@@ -62,6 +63,9 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 2048,
         "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
         "rope_interleave": True,
     },
     "glm4_moe_lite": {
@@ -80,6 +84,9 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "n_shared_experts": 1,
         "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
         "rope_interleave": True,
     },
 }

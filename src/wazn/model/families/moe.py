@@ -164,6 +164,9 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
         "num_experts": 128,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
     },
     "ernie4_5_moe": {
         "vocab_size": 103424,
@@ -198,6 +201,10 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     },
 }
 
+_CHOICE_TO_NORMALISE = (  # the others always do, or never
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "olmoe", "qwen2_moe", "qwen3_moe"),
+)
+_WITH_GROUPS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 _BLOCK_SPARSE = ("mlp.", "block_sparse_moe.")
 _W123 = ("w1", "w2", "w3")
 EXPERTS_FIRST = ("self_attn", "mlp.experts", "mlp.gate", "mlp", *LLAMA_NORMS)
@@ -244,8 +251,17 @@ def moe(
         experts_name=f"{module}.experts",
         num_experts=experts,
         experts_per_token=chosen,
+        normalise=c.model_type not in _CHOICE_TO_NORMALISE or c.flag("norm_topk_prob"),
+        **(_groups(c) if c.model_type in _WITH_GROUPS else {}),
         **rest,
     )
+
+
+def _groups(c: Fields) -> dict[str, int]:
+    """Return how many groups the experts form and how many a token may choose from; DeepSeek V2 has them by one method only."""
+    if c.model_type == "deepseek_v2" and c.word("topk_method") != "group_limited_greedy":
+        return {}
+    return {"num_groups": c.count("n_group"), "groups_per_token": c.count("topk_group")}
 
 
 def shared_mlp(
