@@ -154,6 +154,8 @@ class _GroupedHelp:
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         headings: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            if isinstance(param, click.Argument):  # the text says what it is
+                continue
             record = param.get_help_record(ctx)
             if record is not None:
                 group = param.group if isinstance(param, OptionInGroup) else "Other options"

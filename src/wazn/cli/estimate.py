@@ -30,7 +30,14 @@ DOES_NOT_FIT = 3
 _SECONDS_OF_SILENCE = 1.0
 
 
-@click.command("estimate", cls=Command)
+class _Estimate(Command):
+    """The core names these options as people write them already, and some share their name with a value."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return click.Command.invoke(self, ctx)
+
+
+@click.command("estimate", cls=_Estimate)
 @click.argument("model")
 @option(
     "--method", metavar="NAME", group="Method", help="full, lora, qlora or freeze. [default: lora]"

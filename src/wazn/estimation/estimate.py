@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
-from wazn.errors import InputError, Unsupported
+from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.estimation.answer import (
     Batch,
     Estimate,
@@ -33,7 +33,7 @@ from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
 from wazn.facts.notes import Note
 from wazn.facts.overheads import blas_workspace, cuda_context
-from wazn.facts.stacks import resolve_stack
+from wazn.facts.stacks import Habits, resolve_stack
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Attention, Recipe
@@ -180,7 +180,7 @@ class Run(NamedTuple):
 
 def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     """Resolve the options and run the training step on the tape. Raises: InputError, UnknownFact, Unsupported."""
-    habits = resolve_stack(options.stack or "hf", family=spec.family)
+    habits = _habits(options.stack or "hf", spec)
     resolved = resolve(options, habits, gpu)
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
@@ -200,6 +200,18 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
         outside=_outside(gpu, simulation.managed_bytes),
         unmatched_targets=targets.unmatched,
     )
+
+
+def _habits(stack: str, spec: ModelSpec) -> Habits:
+    """Return the stack's habits for a model. A family may be counted and yet not be weighed: Unsupported."""
+    try:
+        return resolve_stack(stack, family=spec.family)
+    except UnknownFact:
+        resolve_stack(stack, family="llama")  # an unknown stack is another mistake
+        raise Unsupported(
+            f"how `{spec.family}` is trained was not read: its weights are counted, a run is not weighed",
+            hint="a model of another family with about the same sizes gives a near figure",
+        ) from None
 
 
 def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:

@@ -267,11 +267,16 @@ class _Resolver:
         targets = _targets(self.take("targets", options.targets, wazn="all-linear"))
         if not targets:
             raise InputError("`--targets` names nothing", hint="`all-linear`, `attention` or names")
+        dropout = float(self.take("lora-dropout", options.lora_dropout, wazn=0.0))
+        if not 0.0 <= dropout < 1.0:
+            raise InputError(
+                f"`--lora-dropout`: expected a number from 0 to below 1, found `{dropout:g}`"
+            )
         return Adapter(
             rank=self.count("rank", options.rank, 16, LARGEST_RANK),
             targets=targets,
             dora=self.take("dora", options.dora, wazn=False),
-            dropout=float(self.take("lora-dropout", options.lora_dropout, wazn=0.0)),
+            dropout=dropout,
         )
 
     def quantization(self, method: Method) -> Quantization | None:
@@ -426,7 +431,7 @@ def refuse_unsupported(recipe: Recipe, cluster: Cluster) -> None:
         if differs:
             raise Unsupported(
                 f"`{option}`: more than one GPU cannot be weighed yet",
-                hint="one GPU of plain data parallelism holds what `--gpus 1` says, and buckets of gradients",
+                hint="`--gpus 1` says what each GPU of plain data parallelism holds, but for the buckets",
             )
     if layout.parallel is not Parallel.DDP:
         raise Unsupported(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from wazn.errors import Unsupported
+from wazn.errors import InputError, Unsupported
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Recipe
 
@@ -30,8 +30,14 @@ def adapted_names(spec: ModelSpec, recipe: Recipe) -> AdaptedNames:
     from wazn.model.linears import layer_linears  # only adapters pay for these
     from wazn.model.lora import TargetKind, adapted, check_adapter
 
-    found = adapted(spec, ",".join(adapter.targets), fused_experts=recipe.fused_experts)
-    check_adapter(found, rank=adapter.rank, dora=adapter.dora, dropout=adapter.dropout)
+    try:
+        found = adapted(spec, ",".join(adapter.targets), fused_experts=recipe.fused_experts)
+    except InputError as error:
+        raise InputError(f"`--targets`: {error.message}", hint=error.hint) from None
+    try:
+        check_adapter(found, rank=adapter.rank, dora=adapter.dora, dropout=adapter.dropout)
+    except InputError as error:
+        raise InputError(f"`--rank` and `--targets`: {error.message}", hint=error.hint) from None
     if found.before or found.after:
         name = (*found.before, *found.after)[0].name
         raise Unsupported(
