@@ -14,13 +14,15 @@ The integer that a command returns is the exit status; None is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from wazn.errors import InputError, Unsupported, WaznError
 from wazn.units import parse_count, parse_decimal, parse_size
+
+if TYPE_CHECKING:
+    from fractions import Fraction  # costs 4 ms at start
 
 __all__ = [
     "COUNT",

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -178,7 +177,9 @@ def command(
     from wazn.estimation.answer import Verdict
     from wazn.estimation.estimate import estimate
 
-    given = {name: _plain(value) for name, value in options.items() if value not in (None, "")}
+    given = {name: value for name, value in options.items() if value is not None}
+    if "lora_dropout" in given:
+        given["lora_dropout"] = float(given["lora_dropout"])  # read as an exact fraction
     with _talking(model):
         answer = estimate(model, gpu=gpu, engine=engine, **given)
     if output_format == "json":
@@ -193,11 +194,6 @@ def command(
 
         click.echo(as_text(answer, changes(answer), _style()))
     return DOES_NOT_FIT if answer.fit.verdict is Verdict.DOES_NOT_FIT else 0
-
-
-def _plain(value: Any) -> Any:
-    """A number as it was written: `Fraction` is for exact sums, and there are none to do with a dropout."""
-    return float(value) if isinstance(value, Fraction) else value
 
 
 def _style() -> Style:

@@ -180,7 +180,7 @@ class Run(NamedTuple):
 
 def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     """Resolve the options and run the training step on the tape. Raises: InputError, UnknownFact, Unsupported."""
-    habits = _habits(options.stack or "hf", spec)
+    habits = _habits("hf" if options.stack is None else options.stack, spec)
     resolved = resolve(options, habits, gpu)
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
