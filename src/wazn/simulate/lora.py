@@ -122,9 +122,7 @@ class LoraModule:
         weight_norm = self._weight_norm(tape, weight, lora_weight.detach())
         mag_norm_scale = div(tape, adapters.magnitude, weight_norm)
         down = linear(tape, x, adapters.lora_a, None, out_features=adapters.rank)
-        lora_result = linear(
-            tape, down, adapters.lora_b, None, out_features=self.spec.out_features
-        )
+        lora_result = linear(tape, down, adapters.lora_b, None, out_features=self.spec.out_features)
         del down
         if base_result is None:
             base_result = linear(tape, x, weight, None, out_features=self.spec.out_features)
@@ -138,8 +136,11 @@ class LoraModule:
         """get_lora_weight: both adapters applied to the identity matrix."""
         adapters, in_features = self.adapters, self.spec.in_features
         eye = tape.new(in_features * in_features, adapters.lora_a.dtype)
-        down = linear(tape, eye, adapters.lora_a, None, out_features=adapters.rank)
-        return linear(tape, down, adapters.lora_b, None, out_features=self.spec.out_features)
+        down = linear(
+            tape, eye, adapters.lora_a, None, out_features=adapters.rank, is_matrix=True
+        )
+        out_features = self.spec.out_features
+        return linear(tape, down, adapters.lora_b, None, out_features=out_features, is_matrix=True)
 
     def _weight_norm(self, tape: Tape, weight: Tensor, lora_weight: Tensor) -> Tensor:
         """get_weight_norm: one number per row of weight + scaling * lora_weight."""

@@ -244,6 +244,7 @@ class Tape:
         self.step = 0
         self.grad_enabled = True
         self.autocast_dtype: Dtype | None = None
+        self.rows_are_flat = False
         self.label = ""
         self.category = Category.TEMPORARY
         self.layer: int | None = None
@@ -480,6 +481,15 @@ class Tape:
             yield
         finally:
             self.grad_enabled = before
+
+    @contextmanager
+    def flat_rows(self) -> Iterator[None]:
+        """Say that tokens come as [T, H] inside, not as [B, S, H]: linears reshape neither them nor their gradients."""
+        before, self.rows_are_flat = self.rows_are_flat, True
+        try:
+            yield
+        finally:
+            self.rows_are_flat = before
 
     @contextmanager
     def autocast(self, dtype: Dtype | None) -> Iterator[None]:
