@@ -28,20 +28,26 @@ def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4")
 
     The output head, tied weights and fused experts stay as they are.
     """
-    from transformers import BitsAndBytesConfig
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import get_keys_to_not_convert
+    from bitsandbytes.nn import Linear4bit
+    from transformers.pytorch_utils import Conv1D
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=model.dtype,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_quant_type=quant_type,
-    )
-    dtype = model.dtype
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
-    for layer in quantised_linears(model):
+    head, dtype = model.get_output_embeddings(), model.dtype
+    for name, module in list(model.named_modules()):
+        if module is head or type(module) not in (torch.nn.Linear, Conv1D):
+            continue
+        is_linear = type(module) is torch.nn.Linear
+        shape = module.weight.shape if is_linear else module.weight.shape[::-1]
+        layer = Linear4bit(
+            shape[1],
+            shape[0],
+            module.bias is not None,
+            compute_dtype=dtype,
+            compress_statistics=double_quant,
+            quant_type=quant_type,
+            device="meta",
+        )
         _pack(layer, dtype=dtype, double_quant=double_quant, quant_type=quant_type)
+        model.set_submodule(name, layer)
     model.is_loaded_in_4bit = model.is_quantized = True
 
 
