@@ -5,7 +5,7 @@ Which changes are tried follows from what holds the peak; what they save is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +24,13 @@ _LEAST_SAVING = 50  # a change that saves less than a fiftieth of the need is no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One change. options: as on the command line, `_` for `-`.
+    """One change. options: as on the command line, `_` for `-`; None takes one away.
 
     saved_bytes: how much lower the allocated peak is.
     verdict: whether the changed run fits; asked only where the run as it is does not, or only just.
     """
 
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     saved_bytes: int
     verdict: Verdict
 
@@ -79,8 +79,11 @@ def _candidates(answer: Estimate) -> Iterator[tuple[int, dict[str, Any]]]:
         for category in (Category.ACTIVATIONS, Category.LOGITS_AND_LOSS, Category.TEMPORARY)
     )
     activations = held.get(Category.ACTIVATIONS, 0) + held.get(Category.TEMPORARY, 0)
-    if recipe.method is Method.FULL:
-        yield trained + managed, {"method": "lora"}
+    if recipe.method in (Method.FULL, Method.FREEZE):
+        lora: dict[str, Any] = {"method": "lora"}
+        if recipe.method is Method.FREEZE:
+            lora |= {"trainable": None, "freeze": None}
+        yield trained + managed, lora
         if recipe.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
             states = held.get(Category.OPTIMIZER_STATES, 0)
             yield states * 3 // 4 + held.get(Category.TEMPORARY, 0), {"optimizer": "adamw-8bit"}

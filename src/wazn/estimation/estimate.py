@@ -64,7 +64,8 @@ def estimate(
         model: a catalogue name, a Hugging Face id, a folder with config.json, or a config.json file.
         gpu: the card's name, such as `rtx-4090` or `80GB`; None for no card.
         engine: `auto` or `simulate`.
-        options: the fields of `Options`, named as on the command line with `_` for `-`.
+        options: the fields of `Options`, named as on the command line with `_` for `-`; where the command line
+            takes names with commas between them, a list works as well.
 
     Raises: InputError, UnknownFact, Unsupported.
 
@@ -79,7 +80,7 @@ def estimate(
         raise InputError(
             f"unknown option `{unknown[0][:40]}`", hint="options: " + ", ".join(OPTION_NAMES)
         )
-    asked = Options(**options)
+    asked = Options(**{name: _joined(value) for name, value in options.items()})
     _refuse_engine(engine)
     choice = None if gpu is None else resolve_gpu(gpu)
     source = resolve_model(model)
@@ -89,6 +90,13 @@ def estimate(
         gpu=None if choice is None else choice.gpu,
         notes=(*source.notes, *(() if choice is None else choice.notes)),
     )
+
+
+def _joined(value: Any) -> Any:
+    """Write a list of names as the command line does."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
+    return value
 
 
 def _refuse_engine(engine: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wazn.cluster import Gpu, limitations
+from wazn.dtypes import BFLOAT16
 from wazn.estimation.answer import Fit, OutsideLine, Verdict
 from wazn.facts.notes import Note
 from wazn.model.spec import ModelSpec, MoeSpec
@@ -45,18 +46,17 @@ def _on_gpu(recipe: Recipe, gpu: Gpu | None) -> list[Note]:
     if gpu.context_bytes is None:
         notes.append(Note(code="outside-unknown", params={"gpu": gpu.id}))
     precision = recipe.precision
-    types = (precision.weight_dtype, precision.autocast_dtype)
-    for item in limitations(
-        gpu,
-        bf16=any(dtype is not None and dtype.name == "bfloat16" for dtype in types),
-        flash=recipe.attention is not Attention.EAGER,
-    ):
-        params = {
-            "gpu": item.gpu,
-            "capability": item.compute_capability,
-            "instead": item.instead,
-        }
-        notes.append(Note(code=item.code, params=params))
+    bf16 = BFLOAT16 in (precision.weight_dtype, precision.autocast_dtype)
+    package = recipe.attention is Attention.FLASH
+    for item in limitations(gpu, bf16=bf16, flash=recipe.attention is not Attention.EAGER):
+        params = {"gpu": item.gpu, "capability": item.compute_capability}
+        if item.code == "flash-not-on-this-gpu" and package:
+            notes.append(Note(code="flash-package-refuses", params=params))
+            continue
+        instead = item.instead
+        if item.code == "flash-not-on-this-gpu" and bf16 and not gpu.supports_bf16:
+            instead = "math"  # the memory-efficient kernel has no bfloat16 there either
+        notes.append(Note(code=item.code, params={**params, "instead": instead}))
     return notes
 
 

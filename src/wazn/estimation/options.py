@@ -414,11 +414,6 @@ def refuse_unsupported(recipe: Recipe, cluster: Cluster) -> None:
             f"`--loss {recipe.loss}` is not modelled",
             hint="`--loss standard` holds more: an upper bound",
         )
-    if recipe.method is Method.FREEZE:
-        raise Unsupported(
-            "`--method freeze` is not modelled yet",
-            hint="`--method full` is an upper bound, `--method lora` trains adapters",
-        )
     layout = cluster.layout
     for option, differs in (
         ("--gpus", cluster.gpus_per_node > 1),

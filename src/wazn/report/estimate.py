@@ -133,6 +133,8 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
         method += f", {'DoRA ' if adapter.dora else ''}rank {adapter.rank} on "
         method += ",".join(adapter.targets)
         method += f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+    for word, patterns in (("training", recipe.trainable), ("freezing", recipe.freeze)):
+        method += f", {word} {','.join(patterns)}" if patterns else ""
     accumulation = f" x {recipe.grad_accum} micro-batches" if recipe.grad_accum > 1 else ""
     yield from _wrapped(
         f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "
@@ -270,7 +272,8 @@ def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Itera
 
 
 def _as_options(change: Change) -> str:
-    return " ".join(f"{as_option(name)} {value}" for name, value in change.options.items())
+    given = ((name, value) for name, value in change.options.items() if value is not None)
+    return " ".join(f"{as_option(name)} {value}" for name, value in given)
 
 
 def _defaults(answer: Estimate, style: Style) -> Iterator[str]:

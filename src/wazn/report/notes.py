@@ -31,6 +31,9 @@ NOTES = {
     "flash-not-on-this-gpu": (
         "{gpu} (compute capability {capability}) cannot run flash attention: the {instead} kernel runs instead."
     ),
+    "flash-package-refuses": (
+        "The flash-attn package refuses to run on {gpu} (compute capability {capability}): take --attention sdpa."
+    ),
     "outside-unknown": (
         "What the driver holds on {gpu} beside PyTorch is not known; it comes on top."
     ),
