@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wazn.model.parameters import in_creation_order, outer_parameters, v4_name
+from wazn.model.parameters import (
+    in_creation_order,
+    layer_parameters,
+    outer_parameters,
+    v4_name,
+)
 from wazn.model.spec import (
     AttentionSpec,
     LayerSpec,
@@ -90,7 +95,9 @@ def quantized_linears(spec: ModelSpec, *, fused_experts: bool = True) -> Quantiz
             )
         layers.append(made[key])
     if not outer_parameters(spec).after:
-        layers[-1] = layers[-1][:-1]
+        last = layer_parameters(spec.layers[-1], fused_experts=fused_experts)[-1].name
+        kept = last.removesuffix(".weight")
+        layers[-1] = tuple(linear for linear in layers[-1] if linear.name != kept)
     return QuantizedLinears(layers=tuple(layers), outer=outer_linears(spec)[:-1])
 
 
