@@ -55,12 +55,10 @@ class Checkpointing(StrEnum):
 
 
 class Attention(StrEnum):
-    """The attention kernel that runs, once the dispatcher has decided."""
+    """The attention implementation that is asked for, as transformers' `attn_implementation`."""
 
-    FLASH = "flash"  # the flash-attn package, through transformers' flash_attention_2
-    SDPA_FLASH = "sdpa-flash"
-    SDPA_EFFICIENT = "sdpa-efficient"
-    SDPA_MATH = "sdpa-math"
+    SDPA = "sdpa"  # scaled_dot_product_attention, which chooses its kernel by shapes, types, mask and card
+    FLASH = "flash"  # the flash-attn package: flash_attention_2
     EAGER = "eager"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wazn.simulate import ops
-from wazn.simulate.attention import sdpa_flash
+from wazn.simulate.attention_kernels import Shape, sdpa_flash
 from wazn.simulate.norms import rms
 from wazn.simulate.rotary import rotate
 from wazn.simulate.tape import Tape, Tensor
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], tuple[Spec, ..
     "mul": (torch.mul, ops.mul, (X, X)),
     "mul, broadcast": (torch.mul, ops.mul, (W, X)),
     "add": (torch.add, ops.add, (X, X)),
-    "pow2": (lambda x: x.pow(2), ops.pow2, (X,)),
+    "pow": (lambda x: x.pow(2), ops.power, (X,)),
     "softmax in fp32": (
         lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
         lambda t, x: ops.softmax(t, x, ops.FLOAT32),
@@ -98,17 +98,7 @@ def test_flash(kv_heads: int, head_dim: int, seq_len: int) -> None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != 8)
 
     def contract(tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa_flash(
-            tape,
-            q,
-            k,
-            v,
-            micro_batch=2,
-            seq_len=seq_len,
-            num_heads=8,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-        )
+        return sdpa_flash(tape, q, k, v, Shape(2, seq_len, 8, kv_heads, head_dim, head_dim))
 
     specs = (query, key, key)
     assert_agree(measure_op(real, *specs), run_on_tape(contract, *specs))

@@ -37,6 +37,7 @@ class NormKind(StrEnum):
     RMS: llama's; x to fp32, weight times the result cast back.
     RMS_GEMMA: (1 + weight) in fp32, cast back last.
     RMS_CAST_LAST: olmo2, gpt-oss; weight times fp32, cast back last.
+    RMS_FP32: helium; the same with an fp32 copy of the weight.
 
     LAYER: torch's layer_norm.
     LAYER_FP32: olmo; layer_norm on an fp32 copy, without weight.
@@ -48,6 +49,7 @@ class NormKind(StrEnum):
     RMS = "rms"
     RMS_GEMMA = "rms-gemma"
     RMS_CAST_LAST = "rms-cast-last"
+    RMS_FP32 = "rms-fp32"
     LAYER = "layer"
     LAYER_FP32 = "layer-fp32"
     LAYER_COHERE = "layer-cohere"
@@ -162,7 +164,7 @@ class AttentionSpec:
         `gpt_oss`: one of the attention functions, sinks joined to the scores by cat in the eager one.
     rotary_code: the family whose `apply_rotary_pos_emb` runs:
         `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
-        `phi`: the same, queries and keys joined after both have been rotated;
+        `phi`: the same, queries and keys joined after both have been rotated, in the attention itself; `gpt_neox`: in a function;
         `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
         `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
         `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head;
@@ -183,6 +185,7 @@ class AttentionSpec:
     norm_each_projection: bool = (
         False  # each is normed before the next is computed (Qwen 3, OLMo 2)
     )
+    views_last: bool = False  # all are computed before one is viewed as heads (StableLM, OLMo)
     window: int | None = None
     softcap: float | None = None
     sinks: bool = (
@@ -295,6 +298,7 @@ class LayerSpec:
         `gpt2`: the result of the attention stays until the layer returns;
         `stablelm`: that and the first norm's; residual first where parallel;
         `cohere`: parallel, residual first;
+        `opt`: as llama, with views of [tokens, H] around the feed-forward;
         `falcon`: branches added in place, one dropout on their sum;
         `bloom`, `mpt`: the branches add the residual themselves.
     """

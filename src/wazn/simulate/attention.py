@@ -1,75 +1,75 @@
-"""Attention: the kernels' contracts, and the modules that call them.
+"""Softmax attention as the families write it around one of transformers' attention functions.
 
 Shapes: B batch, h query heads, g key-value heads, S tokens, d head size. Queries come as [B, h, S, d], keys and values as [B, g, S, d].
+Families with an attention of their own are in `attention_own`, latent attention in `latent_attention`.
 """
 
 from __future__ import annotations
 
-from wazn.dtypes import FLOAT32, INT64
-from wazn.model.spec import AttentionSpec
+from collections.abc import Callable
+
+from wazn.dtypes import FLOAT32
+from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
+from wazn.simulate.attention_kernels import (
+    HEADS_FIRST,
+    GradientLayout,
+    Shape,
+    flash_attn,
+    matmul_heads,
+    scaled_dot_product_attention,
+    to_heads,
+)
 from wazn.simulate.context import Context
-from wazn.simulate.modules import Module, NormModule
-from wazn.simulate.rotary import rotate
-from wazn.simulate.tape import Tape, Tensor
-from wazn.units import round_up
+from wazn.simulate.modules import Module
+from wazn.simulate.ops import (
+    add,
+    cat,
+    clamp_in_place,
+    contiguous,
+    dropout,
+    expand,
+    expand_copy,
+    max_of_rows,
+    mul_scalar,
+    narrow,
+    pointwise_of_result,
+    softmax,
+    split,
+    sub,
+    to,
+)
+from wazn.simulate.rotary import ROTARY
+from wazn.simulate.tape import Parameter, Tape, Tensor
 
-__all__ = ["AttentionModule", "sdpa_flash"]
+__all__ = ["Attended", "AttentionModule", "attend", "implementation"]
+
+Attended = tuple[Tensor, "Tensor | None"]
+
+_EAGER_ONLY = frozenset({"bloom", "mpt", "gpt_neo", "gpt_oss"})
 
 
-def sdpa_flash(
-    tape: Tape,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    micro_batch: int,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> Tensor:
-    """_scaled_dot_product_flash_attention: saves q, k, v, the result, an fp32 log-sum-exp per head and token, the random state.
-
-    Backward allocates dq, dk, dv, then the kernel's buffers: softmax_d, an fp32 accumulator of dq with rows rounded to 128 and
-    head size to 32 (64 above 128), and dk, dv for every query head where heads are grouped.
-    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-    """
-    needs = query.requires_grad or key.requires_grad or value.requires_grad
-    saved = tape.save(query, key, value) if needs else ()
-    rows = micro_batch * num_heads * seq_len
-    dtype = query.dtype
-    out = tape.new(rows * head_dim, dtype)
-    logsumexp = tape.new(rows, FLOAT32)
-    random_seed, random_offset = tape.new(2, INT64), tape.new(1, INT64)
-    if needs:
-        saved += tape.save_result(out) + tape.save(logsumexp, random_seed, random_offset)
-    numel_query, numel_key, numel_value = query.numel, key.numel, value.numel
-    rounded_rows = micro_batch * num_heads * round_up(seq_len, 128)
-    rounded_dim = round_up(head_dim, 32 if head_dim <= 128 else 64)
-
-    def backward(gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = (
-            tape.new(numel_query, dtype),
-            tape.new(numel_key, dtype),
-            tape.new(numel_value, dtype),
-        )
-        softmax_d = tape.new(rounded_rows, FLOAT32)
-        dq_accum = tape.new(rounded_rows * rounded_dim, FLOAT32)
-        if num_heads != num_kv_heads:
-            dk_expanded = tape.new(rows * head_dim, dtype)
-            dv_expanded = tape.new(rows * head_dim, dtype)
-            del dv_expanded, dk_expanded
-        del dq_accum, softmax_d
-        return gradients
-
-    return tape.record(out, (query, key, value), saved, backward)
+def implementation(spec: AttentionSpec, asked: Attention) -> Attention:
+    """Return what runs: transformers falls back to eager where a class does not know `scaled_dot_product_attention`."""
+    if asked is Attention.SDPA and (spec.code in _EAGER_ONLY or spec.softcap is not None):
+        return Attention.EAGER
+    return asked
 
 
 class AttentionModule:
-    """Softmax attention with rotary embeddings, as LlamaAttention writes it."""
+    """Projections, norms, rotary embedding, one of the attention functions, output (LlamaAttention and its kin)."""
 
-    __slots__ = ("k_norm", "output", "projections", "q_norm", "spec")
+    __slots__ = (
+        "_heads_first",
+        "_norms_between",
+        "_rotated_layout",
+        "k_norm",
+        "output",
+        "projections",
+        "q_norm",
+        "sinks",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -77,43 +77,354 @@ class AttentionModule:
         *,
         projections: tuple[Module, ...],
         output: Module,
-        q_norm: NormModule | None,
-        k_norm: NormModule | None,
+        q_norm: Module | None,
+        k_norm: Module | None,
+        sinks: Parameter | None = None,
     ) -> None:
         self.spec = spec
         self.projections = projections
         self.output = output
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.sinks = sinks
+        self._norms_between = q_norm is not None and not (
+            spec.norm_each_projection or spec.norm_after_rotary
+        )
+        rotates = spec.rotary is not RotaryKind.NONE
+        # what `cat` joins after the transpose lies in memory as [B, h, S, d]
+        joined = spec.rotary_concat or spec.rotary_code == "gpt_oss"
+        # rotary slices fill zeros in the order [B, h, S, d], those of GPT-J before the transpose
+        self._rotated_layout = HEADS_FIRST if rotates and spec.rotary_code != "gptj" else None
+        self._heads_first = rotates and joined and spec.rotary_code != "gptj"
 
-    def __call__(self, context: Context, x: Tensor) -> Tensor:
-        """x: [B, S, H]; returns [B, S, H]."""
-        tape = context.tape
-        q_proj, k_proj, v_proj = self.projections
-        query = q_proj(tape, x)
-        key = k_proj(tape, x)
-        value = v_proj(tape, x)
-        if context.cos is not None and context.sin is not None:
+    def __call__(self, context: Context, x: Tensor) -> Attended:
+        """x: [B, S, H]; returns [B, S, H] and the attention weights, where the function makes them."""
+        tape, spec = context.tape, self.spec
+        layout = GradientLayout()
+        query, key, value = self._project(context, x, layout)
+        if spec.rotary is not RotaryKind.NONE:
             tape.label = "rotary"
-            query, key = (
-                rotate(tape, query, context.cos, context.sin),
-                rotate(tape, key, context.cos, context.sin),
-            )
+            cos, sin = context.tables(spec.window)
+            query, key, *_parts = ROTARY[spec.rotary_code](tape, query, key, cos, sin, spec)
+        if spec.norm_after_rotary and self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(tape, query)
+            key = self.k_norm(tape, key)
         tape.label = "attention"
-        out = self._attend(context, query, key, value)
-        return self.output(tape, out)
-
-    def _attend(self, context: Context, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        spec = self.spec
-        assert context.attention is Attention.SDPA_FLASH
-        return sdpa_flash(
-            context.tape,
+        out, weights = attend(
+            context,
+            spec,
             query,
             key,
             value,
-            micro_batch=context.micro_batch,
-            seq_len=context.seq_len,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            Shape(
+                context.micro_batch,
+                context.seq_len,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.head_dim,
+            ),
+            heads_first=self._heads_first,
+            layout=layout,
+            sinks=self.sinks,
         )
+        out = self.output(tape, out)
+        tape.label = "attention.dropout"
+        out = dropout(tape, out, spec.output_dropout)
+        return out, weights
+
+    def _project(
+        self, context: Context, x: Tensor, layout: GradientLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as heads. `layout`: of the gradients that the attention function gives."""
+        tape, spec = context.tape, self.spec
+        rotated = self._rotated_layout or layout
+        rotated_keys, values = rotated, layout
+        if spec.num_kv_heads == 1:  # a single head is both orders at once
+            rotated_keys = values = GradientLayout()
+        if spec.fused is not None:
+            qkv = self.projections[0](tape, x)
+            return _cut_fused(tape, qkv, spec, rotated, rotated_keys, values)
+        q_proj, k_proj, v_proj = self.projections
+        if spec.views_last:
+            query, key, value = self._projected(tape, x)
+            query = to_heads(tape, query, rotated)
+            key = to_heads(tape, key, rotated_keys)
+            value = to_heads(tape, value, values)
+        else:
+            query = q_proj(tape, x)
+            if spec.code == "opt":
+                query = mul_scalar(tape, query)
+            query = to_heads(tape, query, rotated)
+            if spec.norm_each_projection and self.q_norm is not None:
+                query = self.q_norm(tape, query)
+            key = to_heads(tape, k_proj(tape, x), rotated_keys)
+            if spec.norm_each_projection and self.k_norm is not None:
+                key = self.k_norm(tape, key)
+            value = to_heads(tape, v_proj(tape, x), values)
+        if self._norms_between:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            query = self.q_norm(tape, query)
+            key = self.k_norm(tape, key)
+        return query, key, value
+
+    def _projected(self, tape: Tape, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before any is viewed as heads: normed whole or per head, clipped."""
+        spec = self.spec
+        q_proj, k_proj, v_proj = self.projections
+        query = q_proj(tape, x)
+        if spec.norm_each_projection and self.q_norm is not None:
+            query = self.q_norm(tape, query)
+        key = k_proj(tape, x)
+        if spec.norm_each_projection and self.k_norm is not None:
+            key = self.k_norm(tape, key)
+        value = v_proj(tape, x)
+        if spec.clip_qkv is not None:
+            query = clamp_in_place(tape, query)
+            key = clamp_in_place(tape, key)
+            value = clamp_in_place(tape, value)
+        return query, key, value
+
+
+def _cut_fused(
+    tape: Tape,
+    qkv: Tensor,
+    spec: AttentionSpec,
+    queries_layout: GradientLayout,
+    keys_layout: GradientLayout,
+    values_layout: GradientLayout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as heads: views by split or chunk, or by one slice each."""
+    tokens = qkv.numel // (spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads))
+    queries = tokens * spec.num_heads * spec.head_dim
+    keys = tokens * spec.num_kv_heads * spec.head_dim
+    if spec.fused == "per-group":
+        # InternLM 2: as [groups, heads per group], a slice cannot be viewed as [heads] again
+        query = contiguous(tape, narrow(tape, qkv, queries))
+        return query, narrow(tape, qkv, keys), narrow(tape, qkv, keys)
+    if spec.fused == "per-head":  # transposed, then split: the gradient is joined heads first
+        query, key, value = split(tape, to_heads(tape, qkv, HEADS_FIRST), (queries, keys, keys))
+        return query, key, value
+    if spec.fused == "slices":
+        query, key, value = (
+            narrow(tape, qkv, queries),
+            narrow(tape, qkv, keys),
+            narrow(tape, qkv, keys),
+        )
+    else:
+        query, key, value = split(tape, qkv, (queries, keys, keys))
+    return (
+        to_heads(tape, query, queries_layout),
+        to_heads(tape, key, keys_layout),
+        to_heads(tape, value, values_layout),
+    )
+
+
+def attend(
+    context: Context,
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    *,
+    heads_first: bool,
+    layout: GradientLayout,
+    sinks: Tensor | None = None,
+) -> Attended:
+    """Call the attention function and merge the heads; returns [B, S, h * e] and the weights of eager attention."""
+    match implementation(spec, context.attention):
+        case Attention.FLASH:
+            return _flash(context, query, key, value, shape, heads_first=heads_first), None
+        case Attention.EAGER:
+            layout.heads_first = shape.num_heads > 1
+            return _eager(context, spec, query, key, value, shape, heads_first, sinks)
+        case _:
+            out = _sdpa(
+                context, spec, query, key, value, shape, heads_first=heads_first, layout=layout
+            )
+            return out, None
+
+
+def _sdpa(
+    context: Context,
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    *,
+    heads_first: bool,
+    layout: GradientLayout,
+) -> Tensor:
+    """transformers' sdpa_attention_forward: grouped heads are repeated where a mask is given or heads are too wide."""
+    tape = context.tape
+    mask = context.masks.get(spec.window)
+    groups = shape.num_heads // shape.num_kv_heads
+    enable_gqa = groups > 1 and mask is None and shape.head_dim == shape.value_dim <= 256
+    if groups > 1 and not enable_gqa:
+        key = expand_copy(tape, key, key.numel * groups)
+        value = expand_copy(tape, value, value.numel * groups)
+        layout.heads_first = shape.num_kv_heads > 1
+        shape = shape._replace(num_kv_heads=shape.num_heads)
+    out, out_heads_first = scaled_dot_product_attention(
+        tape,
+        query,
+        key,
+        value,
+        mask,
+        shape,
+        probability=spec.dropout,
+        capability=context.capability,
+        enable_gqa=enable_gqa,
+        heads_first=heads_first,
+        layout=layout,
+    )
+    if out_heads_first and shape.num_heads > 1:
+        out = contiguous(tape, out)
+    return out
+
+
+def _flash(
+    context: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    *,
+    heads_first: bool,
+) -> Tensor:
+    """transformers' flash_attention_forward without padding; what is in fp32 under autocast is cast."""
+    tape = context.tape
+    if query.dtype is FLOAT32 and tape.autocast_dtype is not None:
+        lower = tape.autocast_dtype
+        query, key, value = to(tape, query, lower), to(tape, key, lower), to(tape, value, lower)
+    out = flash_attn(tape, query, key, value, shape)
+    if shape.num_heads > 1 and (heads_first or shape.head_dim % 8):
+        out = contiguous(tape, out)
+    return out
+
+
+def _eager(
+    context: Context,
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    heads_first: bool,
+    sinks: Tensor | None,
+) -> Attended:
+    """eager_attention_forward of the families; the weights live as long as the caller keeps them."""
+    tape = context.tape
+    groups = shape.num_heads // shape.num_kv_heads
+    if groups > 1:
+        key = expand_copy(tape, key, key.numel * groups)
+        value = expand_copy(tape, value, value.numel * groups)
+    weights = _scores(tape, spec, query, key, shape, heads_first, groups)
+    if spec.softcap is not None:
+        weights = mul_scalar(tape, weights)
+        weights = pointwise_of_result(tape, weights)
+        weights = mul_scalar(tape, weights)
+    mask = context.masks.get(spec.window)
+    if mask is not None:
+        weights = add(tape, weights, mask)
+    weights = _PROBABILITIES.get(spec.code, _fp32_softmax)(
+        tape, weights, query, value, sinks, context
+    )
+    weights = dropout(tape, weights, spec.dropout)
+    out = matmul_heads(
+        tape,
+        weights,
+        value,
+        shape,
+        numel=shape.num_rows * shape.value_dim,
+        copy_a=False,
+        copy_b=groups == 1,
+        merged=True,
+    )
+    if shape.num_heads > 1:
+        out = contiguous(tape, out)
+    return out, weights
+
+
+def _scores(
+    tape: Tape,
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    shape: Shape,
+    heads_first: bool,
+    groups: int,
+) -> Tensor:
+    numel = shape.num_rows * shape.seq_len
+    copy_a, copy_b = not heads_first, not heads_first and groups == 1
+    if spec.code == "gptj":
+        return mul_scalar(
+            tape,
+            matmul_heads(
+                tape,
+                to(tape, query, FLOAT32),
+                to(tape, key, FLOAT32),
+                shape,
+                numel=numel,
+                copy_a=copy_a,
+                copy_b=copy_b,
+            ),
+        )
+    return mul_scalar(
+        tape, matmul_heads(tape, query, key, shape, numel=numel, copy_a=copy_a, copy_b=copy_b)
+    )
+
+
+def _fp32_softmax(
+    tape: Tape,
+    weights: Tensor,
+    query: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    context: Context,
+) -> Tensor:
+    """softmax(weights, dtype=float32).to(query.dtype)."""
+    return to(tape, softmax(tape, weights, FLOAT32), query.dtype)
+
+
+def _own_softmax(
+    tape: Tape,
+    weights: Tensor,
+    query: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    context: Context,
+) -> Tensor:
+    """softmax(weights) in the type of the scores, fp32 under autocast, then the type of the values (GPT-2, GPT-J)."""
+    dtype = weights.dtype if tape.autocast_dtype is None else FLOAT32
+    weights = softmax(tape, weights, dtype)
+    return to(tape, weights, value.dtype)
+
+
+def _softmax_with_sinks(
+    tape: Tape,
+    weights: Tensor,
+    query: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    context: Context,
+) -> Tensor:
+    """A column of learned logits joins the scores and is dropped after the softmax (GPT-OSS)."""
+    assert sinks is not None
+    rows = weights.numel // context.seq_len
+    expanded = expand(tape, sinks, rows)
+    combined = cat(tape, (weights, expanded))
+    combined = sub(tape, combined, max_of_rows(tape, combined, rows))
+    dtype = combined.dtype
+    probabilities = softmax(tape, combined, dtype)
+    return narrow(tape, probabilities, weights.numel)
+
+
+_PROBABILITIES: dict[str, Callable[..., Tensor]] = {
+    "gpt2": _own_softmax,
+    "gptj": _own_softmax,
+    "gpt_oss": _softmax_with_sinks,
+}

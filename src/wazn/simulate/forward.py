@@ -1,13 +1,15 @@
-"""The forward pass of a model: embedding, position tables, layers with or without checkpointing, final norm."""
+"""The forward pass of a model: embedding, tables, layers with or without checkpointing, final norm."""
 
 from __future__ import annotations
 
-from wazn.dtypes import FLOAT32, INT64
+from wazn.dtypes import INT64
+from wazn.model.spec import ModelSpec
 from wazn.recipe import Recipe
 from wazn.simulate.build import LoadedModel
 from wazn.simulate.checkpointing import run_layers
 from wazn.simulate.context import Context
-from wazn.simulate.ops import embedding, to
+from wazn.simulate.ops import add, dropout, embedding, mul_scalar
+from wazn.simulate.tables import make_masks, make_rotary_tables
 from wazn.simulate.tape import Tape, Tensor
 
 __all__ = ["hidden_states"]
@@ -22,32 +24,56 @@ def hidden_states(
     x = embedding(tape, model.embedding, input_ids, size=spec.embedding.size)
     if recipe.inputs_require_grad and not x.requires_grad:
         x = tape.leaf(x)
-    position_ids = tape.new(context.seq_len, INT64)
-    if spec.rotary_dim:
-        context.cos, context.sin = _rotary_tables(tape, x, context.seq_len, spec.rotary_dim)
+    inputs_embeds = x  # the model's forward keeps this name to its end
+    if spec.embedding_scaled:
+        x = mul_scalar(tape, x)
+        inputs_embeds = x
+    position_ids = _position_ids(context, spec)
+    make_masks(context, spec, x.dtype)
+    x = _embedded(tape, model, context, x, position_ids)
+    make_rotary_tables(context, spec, x.dtype)
     x = run_layers(tape, model.layers, recipe, context, x)
-    del position_ids
+    del position_ids, inputs_embeds
     if model.final_norm is not None:
         x = model.final_norm(tape, x)
+    if model.project_out is not None:
+        x = model.project_out(tape, x)
     return x
 
 
-def _rotary_tables(tape: Tape, x: Tensor, seq_len: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """LlamaRotaryEmbedding.forward: [1, S, rotary_dim] in the type of the hidden states."""
-    tape.label = "rotary tables"
+def _position_ids(context: Context, spec: ModelSpec) -> Tensor:
+    """arange + 0, kept through the pass; OPT counts the places of its attention mask in every sample."""
+    tape = context.tape
+    tape.label = "position ids"
     with tape.no_grad():
-        positions = tape.new(seq_len, FLOAT32)
-        frequencies = tape.new(seq_len * rotary_dim // 2, FLOAT32)
-        del positions
-        angles = tape.new(seq_len * rotary_dim, FLOAT32)
-        tables = []
-        for _ in ("cos", "sin"):
-            raw = tape.new(seq_len * rotary_dim, FLOAT32)
-            tables.append(tape.new(seq_len * rotary_dim, FLOAT32))  # times the attention scaling
-            del raw
-        del frequencies
-        cos, sin = tables
-        del tables
-        result = to(tape, cos, x.dtype), to(tape, sin, x.dtype)
-        del angles
-        return result
+        if spec.family != "opt":
+            arange = tape.new(context.seq_len, INT64)
+            position_ids = tape.new(context.seq_len, INT64)
+            del arange
+            return position_ids
+        position_ids = tape.new(context.num_tokens, INT64)  # cumsum
+        product = tape.new(context.num_tokens, INT64)
+        position_ids = tape.new(context.num_tokens, INT64)
+        del product
+        return position_ids
+
+
+def _embedded(
+    tape: Tape, model: LoadedModel, context: Context, x: Tensor, position_ids: Tensor
+) -> Tensor:
+    """Add positions, project (OPT-350M), norm (BLOOM), drop."""
+    spec = model.spec
+    if model.position_embedding is not None and spec.position_embedding is not None:
+        tape.label = spec.position_embedding.name
+        if spec.family == "opt":
+            position_ids = tape.new(position_ids.numel, INT64)  # + offset
+        positions = embedding(
+            tape, model.position_embedding, position_ids, size=spec.position_embedding.size
+        )
+        if model.project_in is not None:
+            x = model.project_in(tape, x)
+        x = add(tape, x, positions)
+    if model.embedding_norm is not None:
+        x = model.embedding_norm(tape, x)
+    tape.label = "embedding.dropout"
+    return dropout(tape, x, spec.embedding_dropout)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from wazn.model.spec import Linear, Norm
 from wazn.simulate.norms import NORMS
-from wazn.simulate.ops import linear
+from wazn.simulate.ops import add, linear
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
 __all__ = ["LinearModule", "Module", "NormModule"]
@@ -33,7 +33,11 @@ class LinearModule:
     def __call__(self, tape: Tape, x: Tensor) -> Tensor:
         """x: [..., in_features]; returns [..., out_features]."""
         tape.label = self.spec.name
-        return linear(tape, x, self.weight, self.bias, out_features=self.spec.out_features)
+        spec = self.spec
+        if spec.subclass and self.bias is not None:
+            out = linear(tape, x, self.weight, None, out_features=spec.out_features)
+            return add(tape, out, self.bias)
+        return linear(tape, x, self.weight, self.bias, out_features=spec.out_features)
 
     def dense_weight(self, tape: Tape) -> Tensor:
         """Return the weight as it is."""

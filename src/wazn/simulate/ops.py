@@ -12,34 +12,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from wazn.dtypes import BOOL, FLOAT16, FLOAT32, Dtype
+from wazn.dtypes import BOOL, FLOAT16, FLOAT32, INT64, Dtype
 from wazn.simulate.tape import SCALAR, Parameter, Tape, Tensor
 
 __all__ = [
     "add",
+    "add_in_place",
     "add_scalar",
     "autocast",
+    "baddbmm",
     "cat",
+    "clamp",
+    "clamp_in_place",
     "contiguous",
     "div",
+    "div_scalar_in_place",
     "dropout",
     "embedding",
+    "expand",
     "expand_copy",
+    "layer_norm",
     "linear",
+    "masked_fill",
     "matmul",
+    "max_of_rows",
     "mean",
     "mul",
     "mul_scalar",
     "narrow",
     "neg",
+    "pad",
     "pointwise",
     "pointwise_of_result",
-    "pow2",
+    "power",
     "promote",
     "rsqrt",
     "softmax",
     "split",
+    "sub",
+    "take",
     "to",
+    "view",
+    "where",
 ]
 
 
@@ -119,13 +133,16 @@ def split(tape: Tape, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def cat(tape: Tape, parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate; backward gives each part a view of the gradient."""
+    """Concatenate, in the widest type; backward gives each part a view of the gradient."""
     sizes = [part.numel for part in parts]
+    dtype = parts[0].dtype
+    for part in parts:
+        dtype = promote(dtype, part.dtype)
 
     def backward(gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple([gradient.view(numel) for numel in sizes])
 
-    return tape.record(tape.new(sum(sizes), parts[0].dtype), parts, (), backward)
+    return tape.record(tape.new(sum(sizes), dtype), parts, (), backward)
 
 
 def contiguous(tape: Tape, x: Tensor) -> Tensor:
@@ -141,6 +158,97 @@ def expand_copy(tape: Tape, x: Tensor, numel: int) -> Tensor:
         return (tape.new(small, gradient.dtype),)
 
     return tape.record(tape.new(numel, x.dtype), (x,), (), backward)
+
+
+def take(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """Index with a list of one number (`x[..., [0], :]`): a copy; the index is made and saved; backward fills zeros."""
+    index = tape.new(1, INT64)
+    saved = tape.save(index if x.requires_grad else None)
+    full = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(full, gradient.dtype),)
+
+    return tape.record(tape.new(numel, x.dtype), (x,), saved, backward)
+
+
+def pad(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """torch.nn.functional.pad with a constant: a copy, and another for the gradient."""
+    small = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(small, gradient.dtype),)
+
+    return tape.record(tape.new(numel, x.dtype), (x,), (), backward)
+
+
+def sub(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a - b; the gradient of b is negated."""
+    need_b = b.requires_grad
+
+    def backward(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        return gradient, tape.new(gradient.numel, gradient.dtype) if need_b else None
+
+    out = tape.new(max(a.numel, b.numel), promote(a.dtype, b.dtype))
+    return tape.record(out, (a, b), (), backward)
+
+
+def add_in_place(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a += b: the result is in a's memory."""
+    return tape.record(Tensor(a.storage, a.numel, a.dtype), (a, b), (), _same_twice)
+
+
+def div_scalar_in_place(tape: Tape, x: Tensor) -> Tensor:
+    """x /= number, x *= number: the result is in x's memory; the number counts as saved."""
+    saved = tape.save(SCALAR if x.requires_grad else None)
+    out = Tensor(x.storage, x.numel, x.dtype)
+    return tape.record(out, (x,), saved, partial(_like_gradient, tape))
+
+
+def clamp(tape: Tape, x: Tensor) -> Tensor:
+    """x.clamp(min, max)."""
+    saved = tape.save(x if x.requires_grad else None)
+    return tape.record(
+        tape.new(x.numel, x.dtype), (x,), saved, partial(_where_inside, tape, x.dtype)
+    )
+
+
+def clamp_in_place(tape: Tape, x: Tensor) -> Tensor:
+    """x.clamp_(min, max): backward needs what was there before, so a copy of it is saved."""
+    saved = tape.save(contiguous(tape, x.detach()) if x.requires_grad else None)
+    out = Tensor(x.storage, x.numel, x.dtype)
+    return tape.record(out, (x,), saved, partial(_where_inside, tape, x.dtype))
+
+
+def _where_inside(tape: Tape, dtype: Dtype, gradient: Tensor) -> tuple[Tensor]:
+    # where(self >= min && self <= max, grad, 0), clamp_backward of FunctionsManual.cpp
+    zero = tape.new(1, gradient.dtype)
+    above, below = tape.new(gradient.numel, BOOL), tape.new(gradient.numel, BOOL)
+    result = tape.new(gradient.numel, gradient.dtype)
+    del below, above, zero
+    return (result,)
+
+
+def expand(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """A broadcast view; the gradient, larger, is summed."""
+    small = x.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(small, gradient.dtype),)
+
+    return tape.record(x.view(numel), (x,), (), backward)
+
+
+def max_of_rows(tape: Tape, x: Tensor, rows: int) -> Tensor:
+    """x.max(-1, keepdim=True).values; saves the places; backward fills zeros with the gradient."""
+    full = x.numel
+    out, places = tape.new(rows, x.dtype), tape.new(rows, INT64)
+    saved = tape.save(places if x.requires_grad else None)
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(full, gradient.dtype),)
+
+    return tape.record(out, (x,), saved, backward)
 
 
 def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
@@ -202,8 +310,10 @@ def pointwise_of_result(tape: Tape, x: Tensor) -> Tensor:
     return tape.record(out, (x,), saved, partial(_like_gradient, tape))
 
 
-def pow2(tape: Tape, x: Tensor) -> Tensor:
-    """x.pow(2)."""
+def power(tape: Tape, x: Tensor) -> Tensor:
+    """x.pow(number), square(x); under autocast in fp32."""
+    if tape.autocast_dtype is not None:
+        x = to(tape, x, FLOAT32)
     saved = tape.save(x if x.requires_grad else None)
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
@@ -228,7 +338,9 @@ def mean(tape: Tape, x: Tensor, size: int) -> Tensor:
 
 
 def rsqrt(tape: Tape, x: Tensor) -> Tensor:
-    """x.rsqrt(); saves its result."""
+    """x.rsqrt(); saves its result; under autocast in fp32."""
+    if tape.autocast_dtype is not None:
+        x = to(tape, x, FLOAT32)
     out = tape.new(x.numel, x.dtype)
     saved = tape.save_result(out) if x.requires_grad else ()
 
@@ -244,13 +356,23 @@ def rsqrt(tape: Tape, x: Tensor) -> Tensor:
 
 
 def linear(
-    tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_features: int
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    out_features: int,
+    is_matrix: bool = False,
 ) -> Tensor:
     """torch.nn.functional.linear: mm, or addmm with a bias; under autocast its arguments are cast first.
 
-    x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features].
+    x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features]. The gradient of the weight is a
+    transposed view, and that of x a reshaped one unless x `is_matrix`.
     """
-    cast_x, cast_weight = x, weight  # the caller's argument lives until the call returns, as does its cast
+    cast_x, cast_weight = (
+        x,
+        weight,
+    )  # the caller's argument lives until the call returns, as does its cast
     if tape.autocast_dtype is not None:
         # the last argument is cast first: the compiler evaluates them from the right
         bias = None if bias is None else autocast(tape, bias)
@@ -258,8 +380,9 @@ def linear(
         cast_x = autocast(tape, x)
     numel_x, numel_weight = x.numel, weight.numel
     need_x, need_weight, has_bias = x.requires_grad, weight.requires_grad, bias is not None
+    is_matrix = is_matrix or tape.rows_are_flat
     saved = tape.save(cast_x if need_weight else None, cast_weight if need_x else None)
-    out = tape.new(numel_x * out_features // (numel_weight // out_features), cast_x.dtype)
+    out = tape.product(numel_x * out_features // (numel_weight // out_features), cast_x.dtype)
 
     def backward(gradient: Tensor) -> tuple[Tensor | None, ...]:
         for_x = for_weight = None
@@ -267,15 +390,46 @@ def linear(
         if has_bias and need_x:
             for_x = tape.new(numel_x, gradient.dtype)
         if need_weight:
-            for_weight = tape.new(numel_weight, gradient.dtype)
-        if not has_bias:
-            if need_x:
-                for_x = tape.new(numel_x, gradient.dtype)
-            return for_x, for_weight
-        return for_x, for_weight, gradient
+            for_weight = tape.new(numel_weight, gradient.dtype).view_with_base()
+        if not has_bias and need_x:
+            for_x = tape.new(numel_x, gradient.dtype)
+        if for_x is not None and not is_matrix:
+            for_x = for_x.view_with_base()
+        return (for_x, for_weight, gradient) if has_bias else (for_x, for_weight)
 
     inputs = (cast_x, cast_weight) if bias is None else (cast_x, cast_weight, bias)
     return tape.record(out, inputs, saved, backward)
+
+
+def layer_norm(
+    tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int
+) -> Tensor:
+    """native_layer_norm over the last axis of `size`; keeps its input and an fp32 mean and scale per row; in fp32 under autocast."""
+    if tape.autocast_dtype is not None:
+        x = to(tape, x, FLOAT32)
+        weight = None if weight is None else to(tape, weight, FLOAT32)
+        bias = None if bias is None else to(tape, bias, FLOAT32)
+    parameters = [item for item in (weight, bias) if item is not None]
+    needs = [x.requires_grad, *[item.requires_grad for item in parameters]]
+    numels = [x.numel, *[item.numel for item in parameters]]
+    saved = tape.save(x, weight, bias) if any(needs) else ()
+    out = tape.new(x.numel, x.dtype)
+    mean_of_rows, scale_of_rows = (
+        tape.new(x.numel // size, FLOAT32),
+        tape.new(x.numel // size, FLOAT32),
+    )
+    if any(needs):
+        saved += tape.save(mean_of_rows, scale_of_rows)
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            [
+                tape.new(numel, gradient.dtype) if need else None
+                for numel, need in zip(numels, needs, strict=True)
+            ]
+        )
+
+    return tape.record(out, (x, *parameters), saved, backward)
 
 
 def autocast(tape: Tape, x: Tensor) -> Tensor:
@@ -315,6 +469,8 @@ def matmul(tape: Tape, a: Tensor, b: Tensor, *, numel: int) -> Tensor:
 def softmax(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
     """softmax(x, dtype=...): a cast (fused with the kernel only from float16 to float32), then the kernel, which saves its result.
 
+    dtype: the argument, or the type of x where the code gives none.
+
     Source: aten/src/ATen/native/SoftMax.cpp, `softmax`.
     """
     if not (x.dtype is FLOAT16 and dtype is FLOAT32):
@@ -332,8 +488,10 @@ def softmax(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
 def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
     """Dropout in training on CUDA: native_dropout makes the result and a mask of one byte per element.
 
-    With probability 0 the tensor itself comes back (torch.nn.Dropout(0.0) calls the kernel still; models here use Identity or a test).
+    With probability 0 the tensor itself comes back (`dropout` in aten/src/ATen/native/Dropout.cpp).
     """
+    if probability == 0:
+        return x
     saved = ()
     out = tape.new(x.numel, x.dtype)
     mask = tape.new(x.numel, BOOL)
@@ -351,3 +509,59 @@ def embedding(tape: Tape, weight: Tensor, indices: Tensor, *, size: int) -> Tens
 
     out = tape.new(indices.numel * size, weight.dtype)
     return tape.record(out, (weight,), saved, backward)
+
+
+def baddbmm(tape: Tape, a: Tensor, b: Tensor, *, numel: int) -> Tensor:
+    """c.baddbmm(a, b, alpha=number) with a c that needs no gradient; each gradient is a product, then scaled."""
+    need_a, need_b = a.requires_grad, b.requires_grad
+    saved = tape.save(a if need_b else None, b if need_a else None)
+    numel_a, numel_b = a.numel, b.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gradients: list[Tensor | None] = [None, None]
+        for number, (needed, size) in enumerate(((need_a, numel_a), (need_b, numel_b))):
+            if needed:
+                product = tape.new(size, gradient.dtype)
+                gradients[number] = tape.new(size, gradient.dtype)
+                del product
+        return gradients[0], gradients[1]
+
+    return tape.record(tape.new(numel, a.dtype), (a, b), saved, backward)
+
+
+def masked_fill(tape: Tape, x: Tensor, mask: Tensor) -> Tensor:
+    """x.masked_fill(mask, number); saves the mask."""
+    saved = tape.save(mask if x.requires_grad else None)
+    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, partial(_like_gradient, tape))
+
+
+def where(tape: Tape, condition: Tensor, x: Tensor) -> Tensor:
+    """where(condition, x, number); saves the condition; backward makes a zero and selects."""
+    saved = tape.save(condition if x.requires_grad else None)
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        zero = tape.new(1, gradient.dtype)
+        result = tape.new(gradient.numel, gradient.dtype)
+        del zero
+        return (result,)
+
+    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, backward)
+
+
+class _View(Tensor):
+    """A gradient that is a view: it holds its base, so that no other is added to it in place."""
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: Tensor) -> None:
+        super().__init__(base.storage, base.numel, base.dtype)
+        self.base = base.storage
+
+
+def view(tape: Tape, x: Tensor) -> Tensor:
+    """x.view(...) where its gradient meets another: the engine adds to no view in place (`can_accumulate_inplace`)."""
+    return tape.record(x.view(x.numel), (x,), (), _view_of)
+
+
+def _view_of(gradient: Tensor) -> tuple[Tensor]:
+    return (_View(gradient),)

@@ -353,7 +353,7 @@ def gpt_neox(c: Fields) -> ModelSpec:
         head_dim=s.head_dim,
         fused="per-head",
         rotary_dim=rotary,
-        rotary_code="phi",
+        rotary_code="gpt_neox",
         rotary_concat=True,
         dropout=c.probability("attention_dropout"),
     )

@@ -457,9 +457,9 @@ def helium(c: Fields) -> ModelSpec:
         s,
         attention=attention,
         mlp=llama_mlp(c, s, bias=c.flag("mlp_bias")),
-        kind=NormKind.RMS_CAST_LAST,
+        kind=NormKind.RMS_FP32,
     )
-    return uniform(c, s, layer, kind=NormKind.RMS_CAST_LAST)
+    return uniform(c, s, layer, kind=NormKind.RMS_FP32)
 
 
 def nemotron(c: Fields) -> ModelSpec:
@@ -468,7 +468,9 @@ def nemotron(c: Fields) -> ModelSpec:
     rotary = rotary_dim(c, s.head_dim, default=0.5)
     layer = pre_norm_layer(
         s,
-        attention=llama_attention(c, s, rotary_dim=rotary, rotary_code="phi", rotary_concat=True),
+        attention=llama_attention(
+            c, s, rotary_dim=rotary, rotary_code="gpt_neox", rotary_concat=True
+        ),
         mlp=up_down(c, s, bias=c.flag("mlp_bias")),
         kind=NormKind.LAYER_1P,
         bias=True,
@@ -524,6 +526,7 @@ def stablelm(c: Fields) -> ModelSpec:
         rotary_dim=rotary,
         rotary_code="phi",
         rotary_concat=True,
+        views_last=True,
         **per_head,
     )
     parallel = c.flag("use_parallel_residual")

@@ -104,7 +104,9 @@ _GLM4_NORMS = (
 def olmo(c: Fields) -> ModelSpec:
     """OLMo 1: norms without weights, in fp32; some models clip queries, keys and values in place."""
     s = sizes(c)
-    attention = llama_attention(c, s, clip_qkv=c.optional_number("clip_qkv"), rotary_code="olmo")
+    attention = llama_attention(
+        c, s, clip_qkv=c.optional_number("clip_qkv"), rotary_code="olmo", views_last=True
+    )
     layer = pre_norm_layer(
         s, attention=attention, mlp=llama_mlp(c, s), kind=NormKind.LAYER_FP32, weight=False
     )
@@ -126,7 +128,13 @@ def wide_qk_norms(s: Sizes, kind: NormKind) -> dict[str, Any]:
     """Norms over whole projections, before the view to heads."""
     (q,) = norms(("self_attn.q_norm",), s.heads * s.head_dim, kind)
     (k,) = norms(("self_attn.k_norm",), s.kv_heads * s.head_dim, kind)
-    return {"q_norm": q, "k_norm": k, "norm_per_head": False, "norm_each_projection": True}
+    return {
+        "q_norm": q,
+        "k_norm": k,
+        "norm_per_head": False,
+        "norm_each_projection": True,
+        "views_last": True,
+    }
 
 
 def olmo2(c: Fields) -> ModelSpec:

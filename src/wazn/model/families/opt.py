@@ -106,6 +106,7 @@ def opt(c: Fields) -> ModelSpec:
         attention=attention,
         mlp=plain_mlp(s.hidden, s.intermediate, c.activation(), up="fc1", down="fc2", bias=bias),
         layout=ResidualLayout.PRE if before else ResidualLayout.POST_LAYER,
+        code="opt",
         norms=norms(
             ("self_attn_layer_norm", "final_layer_norm"),
             s.hidden,

@@ -1,0 +1,204 @@
+"""What a model makes once per forward pass and hands to every layer: attention masks, alibi, rotary tables.
+
+Batches come with an attention mask of ones, as data collators add it. B micro-batch, S tokens, h heads.
+Sources: masking_utils.py and the models' `forward` in transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from wazn.dtypes import BOOL, FLOAT32, INT64, Dtype
+from wazn.model.spec import AttentionSpec, ModelSpec
+from wazn.recipe import Attention
+from wazn.simulate.attention import implementation
+from wazn.simulate.context import Context
+from wazn.simulate.ops import to
+from wazn.simulate.tape import Tape, Tensor
+
+__all__ = ["make_masks", "make_rotary_tables"]
+
+
+def make_masks(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
+    """Make the masks (and alibi) that the layers of `spec` ask for; dtype: of the embedded tokens."""
+    tape = context.tape
+    tape.label = "attention mask"
+    attentions = {
+        layer.attention.window: layer.attention
+        for layer in spec.layers
+        if isinstance(layer.attention, AttentionSpec)
+    }
+    first = next(iter(attentions.values()), None)
+    with tape.no_grad():
+        if first is not None and first.code == "gpt_neo":
+            attentions = {None: first}
+        if first is not None and first.alibi and first.code in ("bloom", "falcon"):
+            context.alibi = _alibi(context, first, dtype)
+        if first is not None and first.alibi and first.code == "mpt":
+            assert spec.max_positions is not None
+            context.alibi = _mpt_alibi(tape, first.num_heads, spec.max_positions)
+        for window, attention in attentions.items():
+            mask = _mask(context, attention, window, dtype)
+            if mask is not None:
+                context.masks[window] = mask
+        if first is not None and first.alibi and first.code == "falcon":
+            _merge_alibi(context, first, dtype)
+
+
+def _mask(
+    context: Context, attention: AttentionSpec, window: int | None, dtype: Dtype
+) -> Tensor | None:
+    """create_causal_mask, create_sliding_window_causal_mask: [B, 1, S, S], or None where the kernel is causal by itself.
+
+    `scaled_dot_product_attention` gets a boolean one where the window is shorter than the batch, and always from Falcon; eager
+    attention always gets one to add; flash-attn gets none.
+    """
+    tape = context.tape
+    padding = tape.new(context.num_tokens, BOOL)
+    match implementation(attention, context.attention):
+        case Attention.FLASH:
+            return None
+        case Attention.EAGER:
+            mask = _boolean_mask(context, padding, sliding=window is not None)
+            zero = tape.new(1, dtype)
+            additive = tape.new(mask.numel, dtype)
+            del zero
+            if attention.code == "mpt":  # .to(torch.bool): both are alive until it returns
+                del mask
+                return tape.new(additive.numel, BOOL)
+            return additive
+        case _:
+            if attention.code != "falcon" and (window is None or context.seq_len < window):
+                return None
+            return _boolean_mask(context, padding, sliding=window is not None)
+
+
+def _boolean_mask(context: Context, padding: Tensor, *, sliding: bool) -> Tensor:
+    """sdpa_mask: the condition on places, written out for queries and keys, and the padding of each sample."""
+    tape = context.tape
+    places = tape.new(context.seq_len, INT64), tape.new(context.seq_len, INT64)
+    square = context.seq_len * context.seq_len
+    always = tape.new(1, BOOL)
+    result = _sliding(tape, square) if sliding else tape.new(square, BOOL)
+    result = tape.new(square, BOOL)  # & always
+    rows = tape.new(padding.numel, BOOL)  # padding_mask[batch, keys]
+    result = tape.new(square * context.micro_batch, BOOL)
+    del rows, always, places
+    return result
+
+
+def _sliding(tape: Tape, square: int) -> Tensor:
+    """and_masks(sliding window, causal)."""
+    always = tape.new(1, BOOL)
+    result = _and(tape, square)
+    result = _and(tape, square)
+    del always
+    return result
+
+
+def _and(tape: Tape, square: int) -> Tensor:
+    """A comparison, and its conjunction with the result so far."""
+    condition = tape.new(square, BOOL)
+    result = tape.new(square, BOOL)
+    del condition
+    return result
+
+
+def _alibi(context: Context, attention: AttentionSpec, dtype: Dtype) -> Tensor:
+    """build_alibi_tensor of BLOOM (products in fp32) and Falcon (in bf16): [B * h, 1, S] in the type of the hidden states."""
+    tape, heads = context.tape, attention.num_heads
+    slopes = tape.new(heads, FLOAT32)
+    positions = tape.new(context.num_tokens, INT64)
+    product_dtype = FLOAT32 if attention.code == "bloom" else dtype
+    alibi = tape.new(context.num_tokens * heads, product_dtype)
+    del positions, slopes
+    return to(tape, alibi, dtype)
+
+
+def _mpt_alibi(tape: Tape, heads: int, max_positions: int) -> Tensor:
+    """build_mpt_alibi_tensor: [h, 1, longest sequence] in fp32, of which attention takes the last S."""
+    positions = tape.new(max_positions, INT64)
+    alibi = tape.new(heads * max_positions, FLOAT32)
+    del positions
+    return alibi
+
+
+def _merge_alibi(context: Context, attention: AttentionSpec, dtype: Dtype) -> None:
+    """masked_fill of alibi by the mask: a mask [B, h, S, S] in the type of the hidden states (FalconModel)."""
+    tape, mask = context.tape, context.masks[None]
+    if mask.dtype is BOOL:
+        zero = tape.new(1, dtype)
+        context.masks[None] = mask = tape.new(mask.numel, dtype)
+        del zero
+    scaled = tape.new(context.num_tokens * attention.num_heads, dtype)
+    masked = tape.new(mask.numel, BOOL)
+    context.masks[None] = tape.new(mask.numel * attention.num_heads, dtype)
+    del masked, scaled
+
+
+_FP32_TABLES = frozenset({"olmo", "ernie4_5"})
+
+
+def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
+    """Make cos and sin [1, S, rotary_dim] in the type of the hidden states, a second pair where sliding layers have their own."""
+    if not spec.rotary_dim:
+        return
+    code = _rotary_code(spec)
+    tape = context.tape
+    tape.label = "rotary tables"
+    with tape.no_grad():
+        if code == "gptj":
+            context.sin, context.cos = _gptj_tables(context, spec.rotary_dim, dtype)
+            return
+        if code == "deepseek_v2":
+            context.cos = context.sin = _complex_tables(context, spec.rotary_dim)
+            return
+        table_dtype = FLOAT32 if code in _FP32_TABLES else dtype
+        context.cos, context.sin = _tables(context, spec.rotary_dim, table_dtype, code)
+        if spec.rotary_tables > 1:
+            context.sliding_cos, context.sliding_sin = _tables(
+                context, spec.rotary_dim, table_dtype, code
+            )
+
+
+def _rotary_code(spec: ModelSpec) -> str:
+    return spec.layers[0].attention.rotary_code
+
+
+def _tables(context: Context, rotary_dim: int, dtype: Dtype, code: str) -> tuple[Tensor, Tensor]:
+    """LlamaRotaryEmbedding.forward: positions times frequencies, doubled (not in gpt-oss), cos and sin times a scale, cast."""
+    tape, half = context.tape, context.seq_len * rotary_dim // 2
+    positions = tape.new(context.seq_len, FLOAT32)
+    freqs = tape.new(half, FLOAT32)
+    del positions
+    emb = freqs if code == "gpt_oss" else tape.new(2 * half, FLOAT32)
+    cos = _scaled(tape, emb)
+    sin = _scaled(tape, emb)
+    return to(tape, cos, dtype), to(tape, sin, dtype)
+
+
+def _scaled(tape: Tape, emb: Tensor) -> Tensor:
+    raw = tape.new(emb.numel, FLOAT32)
+    result = tape.new(emb.numel, FLOAT32)
+    del raw
+    return result
+
+
+def _gptj_tables(context: Context, rotary_dim: int, dtype: Dtype) -> tuple[Tensor, Tensor]:
+    """Rows of a table of sines and cosines, looked up and cast; two views of it."""
+    tape = context.tape
+    rows = tape.new(context.seq_len * rotary_dim, dtype)
+    half = rows.numel // 2
+    return rows.view(half), rows.view(half)
+
+
+def _complex_tables(context: Context, rotary_dim: int) -> Tensor:
+    """DeepseekV2RotaryEmbedding: [1, S, rotary_dim / 2] complex numbers, as many bytes as fp32 [1, S, rotary_dim]."""
+    tape, half = context.tape, context.seq_len * rotary_dim // 2
+    positions = tape.new(context.seq_len, FLOAT32)
+    freqs = tape.new(half, FLOAT32)
+    del positions
+    ones = tape.new(half, FLOAT32)
+    freqs_cis = tape.new(2 * half, FLOAT32)
+    del ones
+    freqs_cis = tape.new(2 * half, FLOAT32)
+    del freqs
+    return freqs_cis

@@ -1,0 +1,147 @@
+"""The real decoder layer of a family on fake tensors, and the layer of the tape built from the same configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.agreement.compare import DTYPES, TapeTrace, leaf, run_on_tape
+from tests.recipes import BF16, make_recipe
+from wazn.model.config import read_config
+from wazn.recipe import Attention
+from wazn.simulate import build
+from wazn.simulate.context import Context
+from wazn.simulate.tables import make_masks, make_rotary_tables
+from wazn.simulate.tape import Tape, Tensor
+from wazn.trace.opcheck import OpTrace, Spec, measure_op
+from wazn.trace.world import World
+
+BATCH, LENGTH = 2, 256
+
+
+class RealLayer:
+    """One layer of the model that `config` describes, called with the arguments that its model hands it."""
+
+    def __init__(
+        self,
+        world: World,
+        config: dict[str, Any],
+        *,
+        index: int,
+        dtype: str,
+        attention: str,
+        trained: bool,
+    ) -> None:
+        self._world = world
+        self._model = _build(config, dtype=dtype, attention=attention, trained=trained)
+        self._prefix = read_config(config, id="test", path="test").layer_prefix.format(index)
+        self._call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """Run the layer on x."""
+        if self._call is None:
+            self._call = self._capture(x.shape)
+        layer, args, kwargs = self._call
+        return layer(x, *args, **kwargs)
+
+    def _capture(self, shape: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        import torch
+
+        self._world.materialise(self._model)
+        layer = self._model.get_submodule(self._prefix.rstrip("."))
+        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))
+
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+        with torch.no_grad():
+            inputs = torch.empty(shape[:2], dtype=torch.int64, device="cpu")
+            ones = torch.ones(shape[:2], dtype=torch.int64, device="cpu")
+            self._model.base_model(input_ids=inputs, attention_mask=ones, use_cache=False)
+        handle.remove()
+        self._model = None
+        return layer, *seen[0]
+
+
+def _build(config: dict[str, Any], *, dtype: str, attention: str, trained: bool) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wanted = dict(config)
+    hf_config = AutoConfig.for_model(wanted.pop("model_type"), **wanted)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+    model.requires_grad_(trained)
+    return model.train()
+
+
+def real_layer(
+    config: dict[str, Any],
+    *,
+    index: int = 0,
+    dtype: str = "bfloat16",
+    attention: str = "sdpa",
+    trained: bool = True,
+    batch: int = BATCH,
+    length: int = LENGTH,
+    autocast: str | None = None,
+) -> OpTrace:
+    """Measure the real layer."""
+    world = World()
+    layer = RealLayer(
+        world, config, index=index, dtype=dtype, attention=attention, trained=trained
+    )
+    x = Spec((batch, length, _hidden_size(config)), dtype, requires_grad=True)
+    return measure_op(layer, x, world=world, autocast=autocast)
+
+
+def _hidden_size(config: dict[str, Any]) -> int:
+    return read_config(config, id="test", path="test").hidden_size
+
+
+def tape_layer(
+    config: dict[str, Any],
+    *,
+    index: int = 0,
+    dtype: str = "bfloat16",
+    attention: str = "sdpa",
+    trained: bool = True,
+    batch: int = BATCH,
+    length: int = LENGTH,
+    autocast: str | None = None,
+) -> TapeTrace:
+    """Measure the layer of the tape."""
+    spec = read_config(config, id="test", path="test")
+    how = make_recipe(
+        micro_batch=batch,
+        seq_len=length,
+        attention=Attention(attention),
+        precision=replace(BF16, weight_dtype=DTYPES[dtype]),
+    )
+
+    def prepare(tape: Tape) -> Any:
+        context = Context(
+            tape=tape,
+            micro_batch=batch,
+            seq_len=length,
+            attention=how.attention,
+            capability=(8, 0),
+        )
+        hidden = leaf(tape, Spec((batch, length, spec.hidden_size), dtype))
+        make_masks(context, spec, hidden.dtype)
+        make_rotary_tables(context, spec, hidden.dtype)
+        layer = spec.layers[index]
+        weights = build._layer_weights(tape, layer, DTYPES[dtype], lambda name: trained)
+        return context, build._layer_module(layer, index, weights, how)
+
+    def run(tape: Tape, prepared: Any, x: Tensor) -> Tensor:
+        context, layer = prepared
+        return layer(context, x)
+
+    x = Spec((batch, length, spec.hidden_size), dtype, requires_grad=True)
+    return run_on_tape(
+        run, x, prepare=prepare, autocast=None if autocast is None else DTYPES[autocast]
+    )
