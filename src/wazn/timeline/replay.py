@@ -13,7 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
+from operator import length_hint
 
 from wazn.errors import InputError
 from wazn.timeline.allocator import LIMIT_BYTES, MASK, SHIFT, CachingAllocator, make_allocator
@@ -161,9 +162,14 @@ class _Template:
 
     `sizes` are rounded, with the sign of the event; `keys` are `size << SHIFT`. `kept` are the positions of allocations
     that outlive the segment, `freed` the identities that it frees without having allocated them.
+
+    Most blocks come and go within the segment. In `names` these are numbered below zero, the same in all repetitions;
+    only the names at the `outer` positions are block identities, and shift.
     """
 
     segment: Segment
+    names: list[int]
+    outer: list[int]
     sizes: list[int]
     keys: list[int]
     requested_net: int
@@ -181,8 +187,10 @@ def _template(
         rounded[size] = round_size(size) if size > 0 else -round_size(-size) if size else 0
     sizes = [rounded[size] for size in segment.sizes]
     totals = list(accumulate(segment.sizes, initial=0))
+    names = segment.block_ids[:]
     inside: dict[int, int] = {}
     freed = []
+    outer = []
     for position, (block_id, size) in enumerate(zip(segment.block_ids, sizes, strict=True)):
         if size > 0:
             if block_id in inside:
@@ -190,10 +198,17 @@ def _template(
                     f"{segment.phase} of step {segment.step} allocates block {block_id} twice"
                 )
             inside[block_id] = position
-        elif size and inside.pop(block_id, None) is None:
-            freed.append(block_id)
+        elif size:
+            made_at = inside.pop(block_id, None)
+            if made_at is None:
+                freed.append(block_id)
+                outer.append(position)
+            else:
+                names[made_at] = names[position] = -1 - made_at
     return _Template(
         segment=segment,
+        names=names,
+        outer=outer + list(inside.values()),
         sizes=sizes,
         keys=[size << SHIFT for size in sizes],
         requested_net=totals[-1],
@@ -282,12 +297,14 @@ class _Run:
         split_large = SPLIT_SMALL if allocator.settings.expandable_segments else SPLIT_LARGE
         allocated = highest = self.allocated
         peak = self.peak_allocated
-        block_ids = template.segment.block_ids
+        names = template.names
         if shift:
-            block_ids = [block_id + shift for block_id in block_ids]
-        for index, block_id, size, key in zip(
-            count(self.index), block_ids, template.sizes, template.keys, strict=False
-        ):
+            names = names[:]
+            for position in template.outer:
+                names[position] += shift
+        end_index = self.index + len(template.sizes) - 1
+        sizes = iter(template.sizes)
+        for name, size, key in zip(names, sizes, template.keys, strict=True):
             if size > 0:
                 pool = small if size <= SMALL_BYTES else large
                 at = bisect_left(pool, key)
@@ -305,36 +322,36 @@ class _Run:
                         else:
                             pool[at] = rest
                         free_from[address + size] = free_to[end] = rest
-                        live[block_id] = key | address
+                        live[name] = key | address
                         allocated += size
                     else:
                         del pool[at]
                         del free_to[end]
-                        live[block_id] = block
+                        live[name] = block
                         block_bytes = block >> SHIFT
                         allocated += block_bytes
                         if block_bytes != size:
-                            odd[index] = block_bytes
+                            odd[end_index - length_hint(sizes)] = block_bytes
                 else:
                     taken = allocator.take(size)
                     if taken is None:
-                        self.failed_at = index
+                        self.failed_at = end_index - length_hint(sizes)
                         break
-                    live[block_id] = taken
+                    live[name] = taken
                     block_bytes = taken >> SHIFT
                     allocated += block_bytes
                     if block_bytes != size:
-                        odd[index] = block_bytes
+                        odd[end_index - length_hint(sizes)] = block_bytes
                 if allocated > highest:
                     highest = allocated
                     if allocated > peak:
                         peak = allocated
-                        self.peak_index = index
+                        self.peak_index = end_index - length_hint(sizes)
                         self.free_at_peak = max(
                             large[-1] if large else 0, small[-1] if small else 0
                         )
             elif size:
-                block = live_pop(block_id)
+                block = live_pop(name)
                 block_bytes = block >> SHIFT
                 allocated -= block_bytes
                 pool = small if size >= -SMALL_BYTES else large
