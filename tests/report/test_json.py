@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +95,13 @@ def test_the_words_are_those_of_the_contract(document: Any) -> None:
     assert {line["basis"] for line in lines} <= {"counted", "traced", "measured", "assumed"}
     assert document["fit"]["verdict"] in ("fits", "tight", "does-not-fit", "no-gpu-given")
     assert all(note["text"] for note in document["notes"])
+
+
+def test_the_page_names_every_key() -> None:
+    """docs/answer.md describes each key of the document."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "answer.md").read_text("utf-8")
+    rows = "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
+    assert [key for key in KEYS if f"`{key}`" not in rows] == []
 
 
 def test_unknown_is_null() -> None:

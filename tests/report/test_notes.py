@@ -34,6 +34,13 @@ def test_every_code_has_words_and_the_other_way_round() -> None:
     assert codes_in_source() == set(NOTES)
 
 
+def test_every_code_is_documented_and_the_other_way_round() -> None:
+    """docs/answer.md lists the codes that programs may meet, and only those."""
+    page = (SOURCE.parents[1] / "docs" / "answer.md").read_text("utf-8")
+    listed = re.findall(r"^\| `([a-z0-9-]+)` \|", page.partition("## Notes")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(NOTES)
+
+
 @pytest.mark.parametrize("code", NOTES)
 def test_a_note_is_a_sentence(code: str) -> None:
     """It ends like one and is short enough to be read."""

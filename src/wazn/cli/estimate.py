@@ -173,7 +173,8 @@ def command(
 
     The exit status is 0 if it fits, is tight or no GPU was named, and 3 if it does not fit.
     """
-    require_english(lang)
+    if output_format == "text":
+        require_english(lang)
     from wazn.estimation.answer import Verdict
     from wazn.estimation.estimate import estimate
 
