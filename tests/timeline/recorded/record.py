@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import runpy
 import subprocess
 import tempfile
 from pathlib import Path
@@ -58,6 +59,24 @@ def script(rng: random.Random, length: int) -> list[str]:
             lines.append(f"a {rng.choice(sizes)}")
             live.append(number)
             number += 1
+    return lines
+
+
+def training() -> list[str]:
+    """Write out the benchmark's training run with three small layers."""
+    place = HERE.parents[2] / "benchmarks" / "replay.py"
+    benchmark = runpy.run_path(str(place))
+    timeline = benchmark["training"](
+        layers=3, hidden=1024, ffn=2816, kv=256, tokens=1024, vocab=32_000
+    )
+    numbers: dict[int, int] = {}
+    lines = []
+    for count, event in enumerate(timeline.events()):
+        if event.num_bytes > 0:
+            numbers[event.block_id] = sum(line[0] == "a" for line in lines[:count])
+            lines.append(f"a {event.num_bytes}")
+        else:
+            lines.append(f"f {numbers.pop(event.block_id)}")
     return lines
 
 
@@ -121,7 +140,7 @@ def record(program: Path, run: dict[str, object], lines: list[str]) -> dict[str,
 
 
 def main() -> None:
-    """Record every setting with little memory, with enough, and on a card that somebody else uses too."""
+    """Record every setting with little memory, with enough, and on a card that others use too; then a training run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", type=Path, required=True)
     parser.add_argument("--cuda-include", type=Path, required=True)
@@ -137,6 +156,15 @@ def main() -> None:
                     "total_bytes": (capacity_mib + others_mib) * MIB,
                 }
                 found = record(program, run, script(rng, 300))
+                file.write(json.dumps(found, separators=(",", ":")) + "\n")
+        for settings in ("", "expandable_segments:True"):
+            for capacity_mib in (1200, 700, 640):
+                run = {
+                    "settings": settings,
+                    "capacity_bytes": capacity_mib * MIB,
+                    "total_bytes": capacity_mib * MIB,
+                }
+                found = record(program, run, training())
                 file.write(json.dumps(found, separators=(",", ":")) + "\n")
 
 
