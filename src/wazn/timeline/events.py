@@ -1,15 +1,16 @@
 """The currency: a timeline of allocations. Knows no model and no torch.
 
-A timeline is a list of parts; a part is a short list of segments that happens `times` times in a row. A model of 126 equal
-layers is then a few hundred events and a multiplication, which is why a peak takes milliseconds; whoever needs every
-event (the allocator's replay) asks for them one by one with `Timeline.events()`.
+A timeline is a list of parts; a part is a short list of segments that happens `times` times in a row. A model of 126
+equal layers is then a few hundred events and a multiplication, which is why a peak takes milliseconds; whoever needs
+every event (the allocator's replay) asks for them one by one with `Timeline.events()`.
 
 Block identities are integers with three fields, so that a repetition is an addition:
 
     pass (any number of bits) | layer + 1 (20 bits; 0 = outside the layers) | slot (20 bits)
 
-The `slot` counts the allocations of one pass in one layer. Repetition `t` of a part adds `t * shift` to every identity in it,
-where `shift` is a whole number of layers: +LAYER in a pass that walks up the layers, -LAYER in one that walks down.
+The `slot` counts the allocations of one pass in one layer. Repetition `t` of a part adds `t * shift` to every identity
+in it, where `shift` is a whole number of layers: +LAYER in a pass that walks up the layers, -LAYER in one that walks
+down.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Event(NamedTuple):
 class Segment:
     """What one phase of one step does, outside the layers or in one of them: three columns of equal length.
 
-    `sizes` are requested bytes before the allocator rounds: positive allocates, negative frees.
+    `sizes` are requested bytes before the allocator rounds: positive allocates, negative frees. A free carries the size
+    and the tag of its allocation.
     """
 
     phase: Phase
