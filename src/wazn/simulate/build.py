@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from wazn.dtypes import Dtype
+from wazn.dtypes import FLOAT32, INT8, UINT8, Dtype
+from wazn.errors import Unsupported
+from wazn.model.parameters import Parameter as Weight
 from wazn.model.parameters import layer_parameters, outer_parameters
-from wazn.model.spec import AttentionSpec, LayerSpec, Linear, MlpSpec, ModelSpec, Norm, NormKind
-from wazn.recipe import Recipe
+from wazn.model.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Linear,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    Norm,
+    NormKind,
+)
+from wazn.recipe import QuantizationFormat, Recipe
 from wazn.simulate.attention import Attended, AttentionModule
 from wazn.simulate.attention_own import OWN_ATTENTION
 from wazn.simulate.blocks import LayerModule
 from wazn.simulate.context import Context
-from wazn.simulate.lora import Adapters, LoraModule
+from wazn.simulate.lora import AdaptedStack, Adapters, DenseModule, LoraModule
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import LinearModule, Module, NormModule
+from wazn.simulate.moe import Experts, MoeModule
 from wazn.simulate.norms import PerHeadNorm
+from wazn.simulate.quantized import (
+    Linear4bitModule,
+    Linear8bitModule,
+    QuantizationState,
+    quantization_state,
+)
+from wazn.simulate.routing import HAS_CORRECTION_BUFFER, ROUTERS, Router
 from wazn.simulate.tape import Parameter, Tape, Tensor
 from wazn.simulate.trained import Trained
 from wazn.timeline.events import Category
@@ -41,7 +61,20 @@ class LoadedModel:
     project_out: Module | None = None
 
 
-Weights = Mapping[str, Parameter]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The weights of a layer, or of what is outside the layers, by name; `states` by the name of the quantised linear."""
+
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    states: dict[str, QuantizationState] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self.parameters[name]
+
+    def get(self, name: str) -> Parameter | None:
+        """Return the weight with this name, or None."""
+        return self.parameters.get(name)
 
 
 def load(
@@ -52,50 +85,46 @@ def load(
     trained: Trained,
     indices: Sequence[int],
 ) -> LoadedModel:
-    """Allocate the weights of `spec` as `recipe` keeps them; adapters stand on the linears named in `targets`.
+    """Allocate the weights of `spec` as `recipe` keeps them; adapters stand on what is named in `targets`.
 
-    `indices`: where in the whole model the layers of `spec` stand.
+    What loading holds for a moment beside the weights (a matrix before it is quantised, before it is raised to fp32) is left out.
+
+    Args:
+        targets: names of linears, or of stacked parameters, within their layer.
+        indices: where in the whole model the layers of `spec` stand.
     """
-    dtype = recipe.precision.weight_dtype
+    quantised_layers, quantised_outside = _quantised(spec, recipe)
+    store = _Store(tape, recipe)
     outer = outer_parameters(spec)
-    weights: dict[str, Parameter] = {}
+    weights = Weights()
     for item in outer.before:
-        weights[item.name] = tape.parameter(
-            name=item.name,
-            numel=item.num_elements,
-            dtype=dtype,
-            requires_grad=trained.outside_layers(item.name),
-            shape=item.shape,
-        )
-    by_layer: list[dict[str, Parameter]] = []
+        store.weight(weights, item, quantised_outside, trained.outside_layers(item.name))
+    by_layer: list[Weights] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
         is_trained = partial(trained.in_layer, indices[index])
-        by_layer.append(_layer_weights(tape, layer, dtype, is_trained))
+        by_layer.append(store.layer(layer, quantised_layers[index], is_trained))
     tape.enter_layer(None)
     for item in outer.after:
-        weights[item.name] = tape.parameter(
-            name=item.name,
-            numel=item.num_elements,
-            dtype=dtype,
-            requires_grad=trained.outside_layers(item.name),
-            shape=item.shape,
-        )
+        store.weight(weights, item, quantised_outside, trained.outside_layers(item.name))
     adapters: list[dict[str, Parameter]] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
-        adapters.append(_layer_adapters(tape, layer, recipe, targets))
+        adapters.append(store.adapters(layer, targets))
+        by_layer[index].parameters.update(adapters[index])
     tape.enter_layer(None)
+    copies = store.modules_to_save(spec, weights)
     layers = tuple(
-        _layer_module(layer, index, {**by_layer[index], **adapters[index]}, recipe)
+        _layer_module(layer, index, by_layer[index], recipe)
         for index, layer in enumerate(spec.layers)
     )
-    embedding = weights[f"{spec.embedding.name}.weight"]
-    projections = [
-        LinearModule(linear, weights[f"{linear.name}.weight"], None)
-        for linear in spec.embedding_projections
+    own_embedding = weights[f"{spec.embedding.name}.weight"]
+    embedding = copies.get(spec.embedding.name, own_embedding)
+    own_head = own_embedding if spec.tied else weights[f"{spec.head.name}.weight"]
+    head_weight = copies.get(spec.head.name, embedding if spec.tied else own_head)
+    projections: list[Module | None] = [
+        _linear(linear, weights, recipe) for linear in spec.embedding_projections
     ] or [None, None]
-    head_weight = embedding if spec.tied else weights[f"{spec.head.name}.weight"]
     return LoadedModel(
         spec=spec,
         embedding=embedding,
@@ -110,89 +139,242 @@ def load(
         head=LinearModule(spec.head, head_weight, weights.get(f"{spec.head.name}.bias")),
         parameters=(
             *(weights[item.name] for item in outer.before),
-            *(
-                parameter
-                for base, added in zip(by_layer, adapters, strict=True)
-                for parameter in (*base.values(), *added.values())
-            ),
+            *(parameter for layer in by_layer for parameter in layer.parameters.values()),
             *(weights[item.name] for item in outer.after),
+            *copies.values(),
         ),
     )
 
 
-def _layer_weights(
-    tape: Tape, layer: LayerSpec, dtype: Dtype, is_trained: Callable[[str], bool]
-) -> dict[str, Parameter]:
-    return {
-        item.name: tape.parameter(
-            name=item.name,
-            numel=item.num_elements,
-            dtype=dtype,
-            requires_grad=is_trained(item.name),
-            shape=item.shape,
-        )
-        for item in layer_parameters(layer)
+QuantisedNames = Mapping[str, Linear]
+
+
+def _quantised(
+    spec: ModelSpec, recipe: Recipe
+) -> tuple[tuple[QuantisedNames, ...], QuantisedNames]:
+    """Return which linears bitsandbytes replaces, by name: in each layer, and outside the layers."""
+    if recipe.quantization is None:
+        return ({},) * spec.num_layers, {}
+    from wazn.model.linears import quantized_linears  # only a quantised base pays for it
+
+    found = quantized_linears(spec, fused_experts=recipe.fused_experts)
+    by_layer = {
+        id(linears): {linear.name: linear for linear in linears} for linears in found.layers
     }
+    return (
+        tuple(by_layer[id(linears)] for linears in found.layers),
+        {linear.name: linear for linear in found.outer},
+    )
 
 
-def _layer_adapters(
-    tape: Tape, layer: LayerSpec, recipe: Recipe, targets: frozenset[str]
-) -> dict[str, Parameter]:
-    if recipe.adapter is None:
-        return {}
-    rank, dtype = recipe.adapter.rank, recipe.precision.adapter_dtype
-    found: dict[str, Parameter] = {}
-    for linear in _linears(layer):
-        if linear.name in targets:
-            for part, shape in (
-                ("lora_A", (rank, linear.in_features)),
-                ("lora_B", (linear.out_features, rank)),
-            ):
-                name = f"{linear.name}.{part}"
-                found[name] = tape.parameter(
-                    name=name,
-                    numel=shape[0] * shape[1],
-                    shape=shape,
-                    dtype=dtype,
+class _Store:
+    """Allocates weights as a recipe keeps them."""
+
+    def __init__(self, tape: Tape, recipe: Recipe) -> None:
+        self.tape = tape
+        self.recipe = recipe
+        self.quantization = recipe.quantization
+        raised = recipe.quantization is not None and recipe.quantization.kbit_preparation
+        # peft's helper raises all that is not quantised, fused experts included
+        self.dtype = FLOAT32 if raised else recipe.precision.weight_dtype
+
+    def layer(
+        self, layer: LayerSpec, quantised: QuantisedNames, is_trained: Callable[[str], bool]
+    ) -> Weights:
+        """Return the weights of a layer."""
+        weights = Weights()
+        for item in layer_parameters(layer):
+            self.weight(weights, item, quantised, is_trained(item.name))
+        moe = layer.mlp
+        if isinstance(moe, MoeSpec) and moe.flavour in HAS_CORRECTION_BUFFER:
+            weights.buffers["correction"] = self.tape.new_tagged(
+                moe.num_experts, FLOAT32, Category.WEIGHTS, f"{moe.router.name}.correction"
+            )
+        return weights
+
+    def weight(
+        self, weights: Weights, item: Weight, quantised: QuantisedNames, requires_grad: bool
+    ) -> None:
+        """Allocate one weight, and its constants where it is quantised."""
+        owner, _, kind = item.name.rpartition(".")
+        linear = quantised.get(owner)
+        numel, dtype, shape = item.num_elements, self.dtype, item.shape
+        if self.quantization is not None and linear is not None:
+            dtype = compute_dtype(self.recipe)  # of a bias, from the first forward pass on
+            if kind == "weight":
+                is_int8 = self.quantization.format is QuantizationFormat.INT8
+                numel, dtype = (numel, INT8) if is_int8 else (-(-numel // 2), UINT8)
+                shape = (numel, 1)
+        weights.parameters[item.name] = self.tape.parameter(
+            name=item.name, numel=numel, dtype=dtype, requires_grad=requires_grad, shape=shape
+        )
+        if self.quantization is not None and linear is not None and kind == "weight":
+            weights.states[owner] = quantization_state(self.tape, linear, self.quantization)
+
+    def adapters(self, layer: LayerSpec, targets: frozenset[str]) -> dict[str, Parameter]:
+        """Return A, B and DoRA's magnitudes of what is adapted in a layer."""
+        adapter = self.recipe.adapter
+        if adapter is None:
+            return {}
+        from wazn.model.linears import layer_linears  # only adapters pay for it
+
+        found: dict[str, Parameter] = {}
+        for linear in layer_linears(layer, fused_experts=self.recipe.fused_experts):
+            if linear.name in targets:
+                rank, magnitudes = adapter.rank, linear.out_features if adapter.dora else 0
+                self._pair(found, linear.name, linear, rank, magnitudes)
+        if isinstance(layer.mlp, MoeSpec):
+            for name, linear, rank in stacked_targets(layer.mlp, adapter.rank):
+                if name in targets:
+                    self._pair(found, name, linear, rank, 0)
+        return found
+
+    def _pair(
+        self,
+        found: dict[str, Parameter],
+        name: str,
+        linear: Linear,
+        rank: int,
+        magnitudes: int,
+    ) -> None:
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_A": (rank, linear.in_features),
+            "lora_B": (linear.out_features, rank),
+        }
+        if magnitudes:
+            shapes["lora_magnitude_vector"] = (magnitudes,)
+        for part, shape in shapes.items():
+            full = f"{name}.{part}"
+            found[full] = self._trained_copy(full, shape)
+
+    def _trained_copy(self, name: str, shape: tuple[int, ...]) -> Parameter:
+        numel = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+        return self.tape.parameter(
+            name=name,
+            numel=numel,
+            shape=shape,
+            dtype=self.recipe.precision.adapter_dtype,
+            requires_grad=True,
+            category=Category.ADAPTER_WEIGHTS,
+        )
+
+    def modules_to_save(self, spec: ModelSpec, weights: Weights) -> dict[str, Parameter]:
+        """Return the trained copies of whole modules, in the type of the original, which stays (ModulesToSaveWrapper)."""
+        adapter = self.recipe.adapter
+        copies: dict[str, Parameter] = {}
+        for wanted in () if adapter is None else adapter.modules_to_save:
+            for name in (spec.embedding.name, spec.head.name):
+                if name != wanted and not name.endswith(f".{wanted}"):
+                    continue
+                tied_head = spec.tied and name == spec.head.name
+                own = weights[f"{spec.embedding.name if tied_head else name}.weight"]
+                copies[name] = self.tape.parameter(
+                    name=f"{name}.modules_to_save",
+                    numel=own.numel,
+                    shape=own.shape,
+                    dtype=own.dtype,
                     requires_grad=True,
                     category=Category.ADAPTER_WEIGHTS,
                 )
-    return found
+                break
+            else:
+                raise Unsupported(
+                    f"`{wanted}` cannot be trained whole beside adapters yet",
+                    hint=f"`{spec.embedding.name}` and `{spec.head.name}` can",
+                )
+        return copies
 
 
-def _linears(layer: LayerSpec) -> Sequence[Linear]:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, AttentionSpec)
-    assert isinstance(mlp, MlpSpec)
-    gate = () if mlp.gate is None else (mlp.gate,)
-    return (*attention.projections, attention.output, *gate, mlp.up, mlp.down)
+def compute_dtype(recipe: Recipe) -> Dtype:
+    """Return the type in which quantised linears compute: that of autocast, or of the weights before they were quantised."""
+    return recipe.precision.autocast_dtype or recipe.precision.weight_dtype
+
+
+def stacked_targets(moe: MoeSpec, rank: int) -> tuple[tuple[str, Linear, int], ...]:
+    """Return what peft adapts as parameters: name, the matrix of one expert, and the rows of A (all experts; gate and up have two each)."""
+    hidden, intermediate = moe.expert.down.out_features, moe.expert.down.in_features
+    gate_up = Linear(name="", in_features=hidden, out_features=2 * intermediate)
+    down = Linear(name="", in_features=intermediate, out_features=hidden)
+    experts = moe.num_experts
+    return (
+        (f"{moe.experts_name}.gate_up_proj", gate_up, 2 * rank * experts),
+        (f"{moe.experts_name}.down_proj", down, rank * experts),
+        (f"{moe.router.name}.weight", moe.router, rank),
+    )
 
 
 def _layer_module(layer: LayerSpec, index: int, weights: Weights, recipe: Recipe) -> LayerModule:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, AttentionSpec)
-    assert isinstance(mlp, MlpSpec)
-
     def linear(spec: Linear) -> Module:
         return _linear(spec, weights, recipe)
 
+    mlp = layer.mlp
     return LayerModule(
         layer,
         index,
-        attention=_attention(attention, linear, weights),
-        mlp=MlpModule(
-            mlp,
-            gate=None if mlp.gate is None else linear(mlp.gate),
-            up=linear(mlp.up),
-            down=linear(mlp.down),
-        ),
+        attention=_attention(layer.attention, linear, weights),
+        mlp=_moe(mlp, linear, weights, recipe) if isinstance(mlp, MoeSpec) else _mlp(mlp, linear),
         norms=tuple(_norm(norm, weights) for norm in layer.norms),
     )
 
 
+def _mlp(spec: MlpSpec, linear: Callable[[Linear], Module]) -> MlpModule:
+    gate = None if spec.gate is None else linear(spec.gate)
+    return MlpModule(spec, gate=gate, up=linear(spec.up), down=linear(spec.down))
+
+
+def _moe(
+    spec: MoeSpec, linear: Callable[[Linear], Module], weights: Weights, recipe: Recipe
+) -> MoeModule:
+    if spec.flavour not in ROUTERS:
+        raise Unsupported(
+            f"the router of `{spec.flavour}` is counted, and not run yet", hint="`wazn trace`"
+        )
+    if not recipe.fused_experts:
+        raise Unsupported("experts as single modules (transformers 4) are counted, and not run yet")
+    correction = weights.buffers.get("correction")
+    if spec.router_correction_bias is not None:
+        correction = weights[spec.router_correction_bias]
+    name = spec.experts_name
+
+    def stack(parameter_name: str) -> Parameter | AdaptedStack:
+        weight = weights[parameter_name]
+        lora_a = weights.get(f"{parameter_name}.lora_A")
+        if lora_a is None:
+            return weight
+        is_router = parameter_name == f"{spec.router.name}.weight"
+        return AdaptedStack(
+            weight,
+            lora_a=lora_a,
+            lora_b=weights[f"{parameter_name}.lora_B"],
+            num_matrices=1 if is_router else spec.num_experts,
+        )
+
+    return MoeModule(
+        spec,
+        router=Router(
+            spec=spec,
+            weight=stack(f"{spec.router.name}.weight"),
+            bias=weights.get(f"{spec.router.name}.bias"),
+            correction=correction,
+        ),
+        experts=Experts(
+            gate_up=stack(f"{name}.gate_up_proj"),
+            down=stack(f"{name}.down_proj"),
+            gate_up_bias=weights.get(f"{name}.gate_up_proj_bias"),
+            down_bias=weights.get(f"{name}.down_proj_bias"),
+        ),
+        shared=None if spec.shared is None else _mlp(spec.shared, linear),
+        shared_gate=None if spec.shared_gate is None else linear(spec.shared_gate),
+    )
+
+
 def _attention(
-    spec: AttentionSpec, linear: Callable[[Linear], Module], weights: Weights
+    spec: AttentionSpec | LatentAttentionSpec,
+    linear: Callable[[Linear], Module],
+    weights: Weights,
 ) -> Callable[[Context, Tensor], Attended]:
+    if isinstance(spec, LatentAttentionSpec):
+        raise Unsupported("latent attention is counted, and not run yet", hint="`wazn trace`")
     projections = tuple(linear(item) for item in spec.projections)
     own = OWN_ATTENTION.get(spec.code)
     if own is not None:
@@ -208,7 +390,7 @@ def _attention(
 
 
 def _linear(spec: Linear, weights: Weights, recipe: Recipe) -> Module:
-    base = LinearModule(spec, weights[f"{spec.name}.weight"], weights.get(f"{spec.name}.bias"))
+    base = _base(spec, weights, recipe)
     lora_a = weights.get(f"{spec.name}.lora_A")
     if lora_a is None or recipe.adapter is None:
         return base
@@ -222,6 +404,25 @@ def _linear(spec: Linear, weights: Weights, recipe: Recipe) -> Module:
             rank=recipe.adapter.rank,
             dropout=recipe.adapter.dropout,
         ),
+        quantized=not isinstance(base, LinearModule),
+        clone=isinstance(base, Linear4bitModule),
+    )
+
+
+def _base(spec: Linear, weights: Weights, recipe: Recipe) -> DenseModule:
+    weight, bias = weights[f"{spec.name}.weight"], weights.get(f"{spec.name}.bias")
+    state = weights.states.get(spec.name)
+    if state is None or recipe.quantization is None:
+        return LinearModule(spec, weight, bias)
+    if recipe.quantization.format is QuantizationFormat.INT8:
+        return Linear8bitModule(spec, weight, bias, state)
+    return Linear4bitModule(
+        spec,
+        weight,
+        bias,
+        state,
+        compute_dtype=compute_dtype(recipe),
+        dense_dtype=recipe.precision.weight_dtype,
     )
 
 

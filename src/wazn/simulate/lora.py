@@ -6,15 +6,17 @@ Sources: peft/tuners/lora/layer.py (`Linear`, `ParamWrapper`), bnb.py (`Linear4b
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from wazn.dtypes import FLOAT32
+from wazn.dtypes import FLOAT32, Dtype
 from wazn.model.spec import Linear
-from wazn.simulate.ops import add, add_scalar, contiguous, div, dropout, linear, mul, mul_scalar, to
+from wazn.simulate.ops import add, add_scalar, contiguous, div, dropout, linear, matmul, mul, mul_scalar, to
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
-__all__ = ["Adapters", "DenseModule", "LoraModule"]
+__all__ = ["AdaptedStack", "Adapters", "DenseModule", "LoraModule", "adapting", "value_of"]
 
 
 class DenseModule(Protocol):
@@ -149,3 +151,87 @@ class LoraModule:
         norm_dtype = weight.dtype if tape.autocast_dtype is None else FLOAT32
         norm = tape.new(self.spec.out_features, norm_dtype)
         return to(tape, norm, dtype).detach()
+
+
+class AdaptedStack:
+    """peft's ParamWrapper on a frozen parameter, a matrix or a stack of them: the adapted weight is spelt out whole.
+
+    Entering makes the weight once, for the check of `torch.nn.utils.parametrize`; `value` makes it once more where the module
+    asks for it, and keeps it until the module has returned.
+    """
+
+    __slots__ = ("_made", "_make", "base", "lora_a", "lora_b", "num_matrices")
+
+    def __init__(
+        self, base: Parameter, *, lora_a: Parameter, lora_b: Parameter, num_matrices: int
+    ) -> None:
+        self.base = base
+        self.lora_a = lora_a
+        self.lora_b = lora_b
+        self.num_matrices = num_matrices
+        self._make: Callable[[], Tensor] | None = None
+        self._made: Tensor | None = None
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the weight, adapted or not."""
+        return self.base.dtype
+
+    @contextmanager
+    def entered(self, tape: Tape) -> Iterator[None]:
+        """Adapt the weight inside."""
+        self._make = self._of_one(tape) if self.num_matrices == 1 else self._of_many(tape)
+        try:
+            self._make()
+            yield
+        finally:
+            self._make = self._made = None
+
+    def value(self) -> Tensor:
+        """Return the adapted weight."""
+        assert self._make is not None
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _of_one(self, tape: Tape) -> Callable[[], Tensor]:
+        """A delta of the weight's size (`get_delta_weight`), added where the weight is asked for."""
+        product = matmul(tape, self.lora_b, self.lora_a, numel=self.base.numel)
+        delta = to(tape, mul_scalar(tape, product), self.base.dtype)
+        return lambda: add(tape, self.base, delta)
+
+    def _of_many(self, tape: Tape) -> Callable[[], Tensor]:
+        """Both factors in the type of the weight (`get_delta_factors`), and one baddbmm without autocast."""
+        lhs, rhs = to(tape, self.lora_b, self.dtype), to(tape, self.lora_a, self.dtype)
+        return lambda: _baddbmm(tape, self.base, lhs, rhs)
+
+
+def value_of(weight: Tensor | AdaptedStack) -> Tensor:
+    """Return a weight that may be adapted, where it is used."""
+    return weight.value() if isinstance(weight, AdaptedStack) else weight
+
+
+@contextmanager
+def adapting(tape: Tape, *weights: Tensor | AdaptedStack) -> Iterator[None]:
+    """Adapt those of the weights that are adapted, the first one outermost."""
+    with ExitStack() as stack:
+        for weight in weights:
+            if isinstance(weight, AdaptedStack):
+                stack.enter_context(weight.entered(tape))
+        yield
+
+
+def _baddbmm(tape: Tape, base: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """torch.baddbmm(base, lhs, rhs, alpha=scaling) with a frozen base; each gradient is a product, then scaled."""
+    saved = tape.save(lhs, rhs)
+    numel_lhs, numel_rhs = lhs.numel, rhs.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        product = tape.new(numel_lhs, gradient.dtype)
+        for_lhs = tape.new(numel_lhs, gradient.dtype)
+        product = tape.new(numel_rhs, gradient.dtype)
+        for_rhs = tape.new(numel_rhs, gradient.dtype)
+        del product
+        return for_lhs, for_rhs
+
+    return tape.record(tape.new(base.numel, base.dtype), (lhs, rhs), saved, backward)

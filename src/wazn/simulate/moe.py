@@ -14,6 +14,7 @@ from wazn.dtypes import INT32, INT64
 from wazn.model.spec import MoeSpec
 from wazn.simulate.activations import ACTIVATIONS
 from wazn.simulate.context import Context
+from wazn.simulate.lora import AdaptedStack, adapting, value_of
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import Module
 from wazn.simulate.ops import (
@@ -38,8 +39,8 @@ __all__ = ["Experts", "MoeModule", "grouped_experts", "grouped_mm"]
 class Experts:
     """The stacked weights: gate_up [E, 2I, H] and down [E, H, I], or both transposed; with biases [E, 2I] and [E, H] in gpt-oss."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | AdaptedStack
+    down: Tensor | AdaptedStack
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -107,7 +108,7 @@ def grouped_experts(
     up_out = grouped_linear(
         tape,
         selected_hidden_states_g,
-        experts.gate_up,
+        value_of(experts.gate_up),
         offsets,
         biases,
         rows=rows,
@@ -117,7 +118,7 @@ def grouped_experts(
     del up_out
     biases = _biases(tape, experts.down_bias, expert_ids_g, rows * hidden_dim)
     proj_out = grouped_linear(
-        tape, proj_out, experts.down, offsets, biases, rows=rows, out_features=hidden_dim
+        tape, proj_out, value_of(experts.down), offsets, biases, rows=rows, out_features=hidden_dim
     )
     weighted_out = mul(tape, proj_out, sample_weights_g)
     inv_perm = tape.new(rows, INT64)
@@ -201,12 +202,15 @@ class MoeModule:
     def route(self, tape: Tape, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, the weights of the chosen experts and their numbers."""
         tape.label = self.spec.router.name
-        return ROUTERS[self.spec.flavour](tape, self.router, x)
+        with adapting(tape, self.router.weight):
+            return ROUTERS[self.spec.flavour](tape, self.router, x)
 
     def run_experts(self, tape: Tape, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts."""
         tape.label = self.spec.experts_name
-        return grouped_experts(tape, self.spec, self.experts, x, index, weights)
+        # peft wraps the second matrix around the first
+        with adapting(tape, self.experts.down, self.experts.gate_up):
+            return grouped_experts(tape, self.spec, self.experts, x, index, weights)
 
 
 def reshaped(tape: Tape, x: Tensor) -> Tensor:

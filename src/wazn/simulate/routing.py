@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from wazn.dtypes import BOOL, FLOAT32, INT64
 from wazn.model.spec import MoeSpec
+from wazn.simulate.lora import AdaptedStack, value_of
 from wazn.simulate.ops import (
     add,
     add_scalar,
@@ -26,6 +27,7 @@ from wazn.simulate.ops import (
 from wazn.simulate.tape import Tape, Tensor
 
 __all__ = [
+    "HAS_CORRECTION_BUFFER",
     "ROUTERS",
     "Router",
     "clamp_one_side",
@@ -125,7 +127,7 @@ class Router:
     """The weights of a router; `correction` [E] is added to what experts are chosen by."""
 
     spec: MoeSpec
-    weight: Tensor
+    weight: Tensor | AdaptedStack
     bias: Tensor | None = None
     correction: Tensor | None = None
 
@@ -146,7 +148,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 def mixtral(tape: Tape, router: Router, x: Tensor) -> Routed:
     """Softmax in fp32; the chosen weights are normalised and stay in fp32."""
     spec = router.spec
-    router_logits = router.logits(tape, x, router.weight)
+    router_logits = router.logits(tape, x, value_of(router.weight))
     router_probs = softmax(tape, to(tape, router_logits, FLOAT32), FLOAT32)
     chosen = router.num_tokens(x) * spec.experts_per_token
     router_top_value, router_indices = top_k(tape, router_probs, chosen)
@@ -159,7 +161,7 @@ def mixtral(tape: Tape, router: Router, x: Tensor) -> Routed:
 def qwen_moe(tape: Tape, router: Router, x: Tensor) -> Routed:
     """Softmax in fp32; the chosen weights are normalised if the configuration says so, and cast to the type of the logits."""
     spec = router.spec
-    router_logits = router.logits(tape, x, router.weight)
+    router_logits = router.logits(tape, x, value_of(router.weight))
     router_probs = softmax(tape, router_logits, FLOAT32)
     chosen = router.num_tokens(x) * spec.experts_per_token
     router_top_value, router_indices = top_k(tape, router_probs, chosen)
@@ -173,7 +175,7 @@ def qwen_moe(tape: Tape, router: Router, x: Tensor) -> Routed:
 
 def granitemoe(tape: Tape, router: Router, x: Tensor) -> Routed:
     """The logits in fp32; softmax over the chosen ones, cast to the type of the tokens."""
-    router_logits = to(tape, router.logits(tape, x, router.weight), FLOAT32)
+    router_logits = to(tape, router.logits(tape, x, value_of(router.weight)), FLOAT32)
     chosen = router.num_tokens(x) * router.spec.experts_per_token
     top_k_logits, top_k_index = top_k(tape, router_logits, chosen)
     top_k_weights = to(tape, softmax(tape, top_k_logits, FLOAT32), x.dtype)
@@ -182,7 +184,7 @@ def granitemoe(tape: Tape, router: Router, x: Tensor) -> Routed:
 
 def gpt_oss(tape: Tape, router: Router, x: Tensor) -> Routed:
     """Softmax over the chosen logits, in their type."""
-    router_logits = router.logits(tape, x, router.weight)
+    router_logits = router.logits(tape, x, value_of(router.weight))
     chosen = router.num_tokens(x) * router.spec.experts_per_token
     router_top_value, router_indices = top_k(tape, router_logits, chosen)
     router_scores = softmax(tape, router_top_value, router_top_value.dtype)
@@ -230,7 +232,7 @@ def deepseek_v3(tape: Tape, router: Router, x: Tensor) -> Routed:
 
 
 def _logits_in_fp32(tape: Tape, router: Router, x: Tensor) -> Tensor:
-    return router.logits(tape, to(tape, x, FLOAT32), to(tape, router.weight, FLOAT32))
+    return router.logits(tape, to(tape, x, FLOAT32), to(tape, value_of(router.weight), FLOAT32))
 
 
 def _group_masks(tape: Tape, spec: MoeSpec, group_scores: Tensor, tokens: int) -> list[Tensor]:
@@ -271,7 +273,7 @@ def minimax_m2(tape: Tape, router: Router, x: Tensor) -> Routed:
     """Sigmoid in fp32; chosen by corrected scores, normalised."""
     spec = router.spec
     assert router.correction is not None
-    router_logits = router.logits(tape, to(tape, x, router.weight.dtype), router.weight)
+    router_logits = router.logits(tape, to(tape, x, router.weight.dtype), value_of(router.weight))
     routing_weights = pointwise_of_result(tape, to(tape, router_logits, FLOAT32))
     scores_for_choice = add(tape, routing_weights, router.correction)
     chosen = router.num_tokens(x) * spec.experts_per_token
@@ -297,3 +299,6 @@ ROUTERS: dict[str, Callable[[Tape, Router, Tensor], Routed]] = {
     "ernie4_5_moe": ernie4_5_moe,
     "minimax_m2": minimax_m2,
 }
+
+# families whose correction of the scores is a buffer
+HAS_CORRECTION_BUFFER = frozenset(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"))
