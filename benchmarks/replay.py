@@ -3,7 +3,8 @@
     python benchmarks/replay.py [--repeat 7]
 
 The timelines are made here, so that this measures the `timeline` room alone: a decoder with equal layers, every layer
-checkpointed, two optimizer steps; sizes and lifetimes like those of Llama models. Prints the median of some runs, in time on the processor.
+checkpointed, two optimizer steps; sizes and lifetimes like those of Llama models. Prints the median of some runs, in
+time on the processor.
 """
 
 from __future__ import annotations
