@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from wazn.errors import InputError, Unsupported
+from wazn.errors import InputError
 from wazn.timeline.events import Category, Phase
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
@@ -146,14 +146,9 @@ def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
 
 def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
     """Build the model on `meta`, add adapters and switch training and checkpointing on."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    wanted = {name: value for name, value in config.items() if not name.startswith("_")}
-    model_type = wanted.pop("model_type")
-    wanted.pop("auto_map", None)
-    if recipe.num_layers is not None:
-        wanted = _with_layers(wanted, recipe.num_layers)
-    hf_config = AutoConfig.for_model(model_type, **wanted)
+    hf_config = _text_config(config, recipe.num_layers)
     hf_config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -187,17 +182,27 @@ def _dtype_option() -> str:
     return "dtype" if version >= (4, 56) else "torch_dtype"
 
 
-_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+# None is the choice of transformers: sdpa where the model has it, else eager
+_ATTENTION = {"sdpa": None, "eager": "eager", "flash": "flash_attention_2"}
 
 
-def _with_layers(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    name = next((n for n in ("num_hidden_layers", "n_layer", "n_layers") if n in config), None)
-    if name is None:
-        raise Unsupported("cannot cut this configuration to fewer layers")
-    cut = {**config, name: num_layers}
-    if isinstance(cut.get("layer_types"), list):
-        cut["layer_types"] = cut["layer_types"][:num_layers]
-    return cut
+def _text_config(config: dict[str, Any], num_layers: int | None) -> Any:
+    """Read a config.json (keys that begin with `_` are remarks); of a model with towers take the
+    language model.
+    """
+    from transformers import AutoConfig
+
+    wanted = {name: value for name, value in config.items() if not name.startswith("_")}
+    wanted.pop("auto_map", None)
+    hf_config = AutoConfig.for_model(wanted.pop("model_type"), **wanted).get_text_config()
+    if num_layers is None:
+        return hf_config
+    before = hf_config.num_hidden_layers
+    for name, value in vars(hf_config).copy().items():
+        if isinstance(value, list | tuple) and len(value) == before:
+            setattr(hf_config, name, value[:num_layers])
+    hf_config.num_hidden_layers = num_layers
+    return hf_config
 
 
 def _with_adapters(model: Any, recipe: Recipe) -> Any:

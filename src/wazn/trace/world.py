@@ -25,6 +25,7 @@ from wazn.trace.autocast import cuda_autocast
 from wazn.trace.habits import Habits
 from wazn.trace.libraries import foreach_by_default, modules_can_move, real_to_transformers
 from wazn.trace.tracker import DEVICE, StorageTracker
+from wazn.units import ceil_div
 
 __all__ = ["World"]
 
@@ -121,6 +122,8 @@ class _Engine:
         previous, self._previous = self._previous, func
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(tracker, args[0])
+        if func is torch.ops.aten.nonzero.default:
+            return _nonzero(args[0])
         in_place = _IN_PLACE.get(func)
         if in_place is not None and _fills_zeros_in_place(previous):
             in_place(*args, **kwargs)
@@ -199,6 +202,17 @@ def _answer(tracker: StorageTracker, tensor: torch.Tensor) -> bool | int | float
     if tensor.dtype is torch.bool:
         return tracker.maker(tensor).startswith(("aten.all.", "aten.eq.Scalar"))
     return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    """Answer where a tensor is not zero: everywhere; of one slice of a one-hot tensor in its share, rounded up.
+
+    Mixtures of experts ask for the tokens of each expert: with E experts the slice is one E-th of the
+    storage, and balanced routing sends it one E-th of the tokens.
+    """
+    numel = tensor.numel()
+    slices = max(1, tensor.untyped_storage().nbytes() // tensor.element_size() // max(1, numel))
+    return torch.empty((ceil_div(numel, slices), tensor.dim()), dtype=torch.int64, device=DEVICE)
 
 
 def _accumulates_in_place(previous: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
