@@ -13,7 +13,7 @@ from typing import Any
 
 from wazn.errors import InputError, Unsupported
 from wazn.model.families import MODULES, NEAREST
-from wazn.model.fields import Fields
+from wazn.model.fields import Fields, printable
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 
@@ -53,13 +53,15 @@ def parse_config(data: bytes, *, path: str) -> dict[str, Any]:
             f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except _TwiceError as error:
-        raise InputError(f"{path}: the key `{error.key}` stands twice in one object") from None
+        raise InputError(
+            f"{path}: the key `{printable(error.key)}` stands twice in one object"
+        ) from None
     except RecursionError:
         raise InputError(f"{path}: nested too deeply to be a config.json") from None
     except ValueError:  # json refuses integers of more than 4,300 digits with int()'s own words
         raise InputError(f"{path}: holds a number that is too long to read") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, found a {_kind(value)}")
+        raise InputError(f"{path}: expected a JSON object, found {_kind(value)}")
     return value
 
 
@@ -114,15 +116,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: object) -> str:
-    return {list: "list", str: "string", bool: "boolean", type(None): "null"}.get(
-        type(value), "number"
-    )
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def _unsupported(model_type: str, mapping: Mapping[str, Any], *, path: str) -> Unsupported:
     nearest = _nearest(model_type, mapping)
     return Unsupported(
-        f"{path}: the family `{model_type[:_LONGEST_NAME]}` is not known to wazn",
+        f"{path}: the family `{printable(model_type, longest=_LONGEST_NAME)}` is not known to wazn",
         hint=f"the nearest family that is: `{nearest}`" + _what_is_more(mapping),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from wazn.errors import InputError
 from wazn.model.spec import Activation
 
-__all__ = ["LARGEST_SIZE", "MOST_LAYERS", "Fields"]
+__all__ = ["LARGEST_SIZE", "MOST_LAYERS", "Fields", "printable"]
 
 LARGEST_SIZE = 10**8  # of one axis of a matrix; the largest known vocabulary has 3 * 10^5 rows
 MOST_LAYERS = 10_000  # the deepest known model has 126
@@ -176,15 +176,25 @@ class Fields:
         return instead
 
 
+def printable(text: str, *, longest: int = _LONGEST_QUOTE) -> str:
+    """Return the start of foreign text, fit to stand in a message: no line breaks, no control characters.
+
+    >>> printable("a\\nb")
+    'a\\\\nb'
+    """
+    start = text[:longest]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in start)
+
+
 def _quote(value: object) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value[:_LONGEST_QUOTE]}"'
+        return f'"{printable(value)}"'
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:
         return "a number of more than 38 digits"
     return repr(value)

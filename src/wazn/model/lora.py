@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from wazn.errors import InputError
+from wazn.model.fields import printable
 from wazn.model.linears import attention_linears, layer_linears, outer_linears
 from wazn.model.parameters import (
     Group,
@@ -314,7 +315,7 @@ def _by_pattern(spec: ModelSpec, text: str, old_names: dict[str, str] | None) ->
         pattern = re.compile(text)
     except re.error as error:
         raise InputError(
-            f"`{text}` is neither a list of names nor a regular expression: {error}"
+            f"`{printable(text, longest=200)}` is neither a list of names nor a regular expression: {error}"
         ) from None
     if old_names is None:
         return _Choice(pattern=pattern)
@@ -487,6 +488,6 @@ def _nothing(spec: ModelSpec, targets: str | Sequence[str], *, fused_experts: bo
         for linear in layer_linears(layer, fused_experts=fused_experts)
     )
     return InputError(
-        f"the targets `{wanted[:200]}` match no linear of {spec.id}",
+        f"the targets `{printable(wanted, longest=200)}` match no linear of {spec.id}",
         hint=f"its linears are {', '.join(names)}; or write `{ATTENTION}` or `{ALL_LINEAR}`",
     )

@@ -258,7 +258,7 @@ def moe(
 
 
 def _groups(c: Fields) -> dict[str, Any]:
-    """Return the groups of experts and how many of them a token chooses from; DeepSeek V2 has them by one method only."""
+    """Return the groups of experts and how many of them a token chooses from; DeepSeek V2 has them by one method."""
     if c.model_type == "deepseek_v2" and c.word("topk_method") != "group_limited_greedy":
         return {}
     return {"num_groups": c.count("n_group"), "groups_per_token": c.count("topk_group")}
