@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recipes import make_recipe
+from wazn.estimation.options import Options, resolve
+from wazn.estimation.targets import adapted_names
+from wazn.facts.models import load_model
 from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
 from wazn.model.spec import ModelSpec
@@ -133,3 +136,17 @@ def test_plan_stands_for_every_layer(prefix: str, block: str, times: int, suffix
     assert sum(copies) == len(kinds)
     counted = "".join(kinds[index] * count for index, count in zip(plan.run, copies, strict=True))
     assert sorted(counted) == sorted(kinds)
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_repetition_is_exact_where_the_norms_come_last(method: str) -> None:
+    """A first layer that makes a tensor less than the others numbers its blocks differently: all are run then."""
+    spec = load_model("allenai/OLMo-2-0425-1B")
+    habits = resolve_stack("hf", family=spec.family)
+    recipe = resolve(Options(method=method, seq_len=512), habits).recipe
+    targets = adapted_names(spec, recipe).linears
+    once, each = (
+        simulate(spec, recipe, habits, targets, every_layer=every).timeline
+        for every in (False, True)
+    )
+    assert canonical(once) == canonical(each)

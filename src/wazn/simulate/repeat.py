@@ -109,6 +109,7 @@ class _Expansion:
         }
 
     def parts(self) -> list[Part]:
+        self._check_neighbours()
         parts: list[Part] = []
         middle: list[Segment] = []
         before: int | None = None  # the layer that came before the middle
@@ -148,6 +149,32 @@ class _Expansion:
             times=self.times,
             shift=-self.block if downward else self.block,
         )
+
+    def _check_neighbours(self) -> None:
+        """What the middle frees of its neighbours, they must free of the middle: repetitions are neighbours too.
+
+        A first layer that makes one tensor less than the others numbers its blocks differently, and may still have a
+        block of the same size at the same number.
+        """
+        freed: dict[tuple[int, int], set[int]] = {}
+        for segment in self.segments:
+            if segment.layer is None:
+                continue
+            here = self._repetition(segment.layer)
+            for block_id, size in zip(segment.block_ids, segment.sizes, strict=True):
+                there = self._repetition(_layer_of(block_id)) if size < 0 else here
+                if there != here:
+                    freed.setdefault((here, there), set()).add(block_id)
+        for mine, theirs, shift in (
+            ((0, -1), (1, 0), self.block),
+            ((0, 1), (-1, 0), -self.block),
+        ):
+            if {block_id + shift for block_id in freed.get(mine, ())} != freed.get(theirs, set()):
+                raise NotRepeatable
+
+    def _repetition(self, layer: int) -> int:
+        """-1, 0 or 1 for a layer of the first, the middle or the last repetition; further off for the others."""
+        return (layer - self.first_middle) // (self.block // LAYER)
 
     def _check(self, block_id: int) -> None:
         """A block of a neighbour must have its like, in the same place, in the middle."""
