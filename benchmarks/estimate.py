@@ -1,0 +1,99 @@
+"""How long an answer takes inside the process: the peak alone, and the whole answer with what PyTorch reserves.
+
+    python benchmarks/estimate.py [--repeat 25] [--check]
+
+    peak      two optimizer steps on the tape, and their highest point (`simulate`, `timeline.breakdown.peak`)
+    answer    options, tape, caching allocator, breakdown (`estimation.estimate.weigh`)
+
+Models are read beforehand and everything has run once. Prints medians of the processor time, which a busy machine does not
+lengthen much; `--check` fails where one is beyond its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wazn.estimation.estimate import weigh
+from wazn.estimation.options import Options, resolve
+from wazn.estimation.targets import adapted_names
+from wazn.facts.models import resolve_model, spec_of
+from wazn.facts.stacks import resolve_stack
+from wazn.model.spec import ModelSpec
+from wazn.simulate.step import simulate
+from wazn.timeline.breakdown import peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A question, and the most milliseconds that its peak and its whole answer may take."""
+
+    model: str
+    options: Options
+    most_peak_ms: float
+    most_answer_ms: float
+
+
+SMALL = {"most_peak_ms": 5, "most_answer_ms": 40}  # 8B, 32 layers
+LARGE = {"most_peak_ms": 20, "most_answer_ms": 120}  # 405B, 126 layers
+CASES = [
+    Case(model=model, options=Options(**options), **bounds)
+    for model, bounds in (("llama-3.1-8b", SMALL), ("llama-3.1-405b", LARGE))
+    for options in ({}, {"method": "full"}, {"checkpointing": "none"})
+]
+
+
+def median_ms(function: Callable[[], object], repeat: int) -> float:
+    """Return the median time of a call, in milliseconds; the first call is not counted."""
+    function()
+    times = []
+    for _ in range(repeat):
+        start = time.process_time()
+        function()
+        times.append(time.process_time() - start)
+    return statistics.median(times) * 1000
+
+
+def peak_of(spec: ModelSpec, options: Options) -> Callable[[], object]:
+    """Return the call that finds the peak; what the options mean is resolved beforehand."""
+    habits = resolve_stack(options.stack or "hf", family=spec.family)
+    recipe = resolve(options, habits, None).recipe
+    targets = adapted_names(spec, recipe).linears
+
+    def call() -> object:
+        return peak(simulate(spec, recipe, habits, targets).timeline)
+
+    return call
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=25)
+    parser.add_argument("--check", action="store_true", help="exit 1 where a bound is exceeded")
+    arguments = parser.parse_args()
+    slow = False
+    print(f"{'':44} {'events':>8} {'peak':>16} {'answer':>18}")
+    for case in CASES:
+        spec = spec_of(resolve_model(case.model))
+        answer = weigh(spec, case.options)
+        peak_ms = median_ms(peak_of(spec, case.options), arguments.repeat)
+        answer_ms = median_ms(lambda: weigh(spec, case.options), arguments.repeat)  # noqa: B023
+        slow = slow or peak_ms > case.most_peak_ms or answer_ms > case.most_answer_ms
+        name = f"{case.model} {answer.recipe.method} checkpointing {answer.recipe.checkpointing}"
+        events = sum(
+            part.times * sum(len(segment.sizes) for segment in part.segments)
+            for part in answer.timeline.parts
+        )
+        print(
+            f"{name:44} {events:8,}"
+            f" {peak_ms:6.1f} of {case.most_peak_ms:3} ms {answer_ms:6.1f} of {case.most_answer_ms:3} ms"
+        )
+    return int(slow and arguments.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
