@@ -5,8 +5,8 @@
     peak      two optimizer steps on the tape, and their highest point (`simulate`, `timeline.breakdown.peak`)
     answer    options, tape, caching allocator, breakdown (`estimation.estimate.weigh`)
 
-Models are read beforehand and everything has run once. Prints medians of the processor time, which a busy machine does not
-lengthen much; `--check` fails where one is beyond its bound.
+Models are read beforehand and everything has run once. Prints medians of the processor time, which a busy machine
+does not lengthen much; `--check` fails where one is beyond its bound.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Case:
     most_answer_ms: float
 
 
-SMALL = {"most_peak_ms": 5, "most_answer_ms": 40}  # 8B, 32 layers
-LARGE = {"most_peak_ms": 20, "most_answer_ms": 120}  # 405B, 126 layers
+BOUNDS = {"llama-3.1-8b": (5.0, 40.0), "llama-3.1-405b": (20.0, 120.0)}  # 32 and 126 layers
+QUESTIONS = (Options(), Options(method="full"), Options(checkpointing="none"))
 CASES = [
-    Case(model=model, options=Options(**options), **bounds)
-    for model, bounds in (("llama-3.1-8b", SMALL), ("llama-3.1-405b", LARGE))
-    for options in ({}, {"method": "full"}, {"checkpointing": "none"})
+    Case(model=model, options=options, most_peak_ms=peak_ms, most_answer_ms=answer_ms)
+    for model, (peak_ms, answer_ms) in BOUNDS.items()
+    for options in QUESTIONS
 ]
 
 
@@ -71,7 +71,7 @@ def peak_of(spec: ModelSpec, options: Options) -> Callable[[], object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeat", type=int, default=25)
     parser.add_argument("--check", action="store_true", help="exit 1 where a bound is exceeded")
     arguments = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> int:
         )
         print(
             f"{name:44} {events:8,}"
-            f" {peak_ms:6.1f} of {case.most_peak_ms:3} ms {answer_ms:6.1f} of {case.most_answer_ms:3} ms"
+            f" {peak_ms:6.1f} of {case.most_peak_ms:3g} ms {answer_ms:6.1f} of {case.most_answer_ms:3g} ms"
         )
     return int(slow and arguments.check)
 

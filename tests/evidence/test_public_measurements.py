@@ -108,7 +108,7 @@ def test_the_measured_peak(run: Run) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_what_is_left(run: Run) -> None:
-    """What stays after an optimizer step is what was left when training had ended, but for the last batch on the card."""
+    """What stays after an optimizer step is what was left when training had ended, less the last batch."""
     answer = wazn.estimate(run.model, gpu=GPU, **run.question)
     batch = BATCH_BYTES_PER_TOKEN * run.micro_batch * 4096
     left = wazn.peak(answer.timeline).resident_bytes
