@@ -14,6 +14,7 @@ from wazn.estimation.estimate import MICRO_BATCHES_RUN, fit_of
 from wazn.estimation.options import Options, resolve
 from wazn.facts.models import load_model
 from wazn.facts.stacks import resolve_stack
+from wazn.model.config import supported_families
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Category, Part, Phase, Segment, Tag, Timeline
 from wazn.timeline.replay import replay
@@ -194,10 +195,10 @@ def test_errors_of_the_library() -> None:
         wazn.estimate("smollm2-135m", engine="trace")
 
 
-def test_a_family_that_is_counted_but_not_weighed() -> None:
-    """The refusal says which of the two works."""
-    with pytest.raises(Unsupported, match="its weights are counted"):
-        wazn.estimate("mosaicml/mpt-7b")
+@pytest.mark.parametrize("family", supported_families())
+def test_every_family_that_is_read_has_habits(family: str) -> None:
+    """What the newest stack does with a model is known for each family whose configurations are read."""
+    assert resolve_stack("hf", family=family).family == family
 
 
 def test_notes_on_what_a_card_cannot_do() -> None:

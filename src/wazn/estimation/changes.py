@@ -11,7 +11,7 @@ from typing import Any
 
 from wazn.errors import WaznError
 from wazn.estimation.answer import Estimate, Verdict
-from wazn.estimation.estimate import fit_of, run_through
+from wazn.estimation.estimate import run_through, verdict_of
 from wazn.recipe import Attention, Checkpointing, Method, Optimizer
 from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
@@ -59,8 +59,7 @@ def _tried(answer: Estimate, options: dict[str, Any]) -> Change | None:
         if highest_bytes > gpu.usable_bytes:
             verdict = Verdict.DOES_NOT_FIT  # no allocator can help
         else:
-            _, fit = fit_of(gpu, run.simulation.timeline, run.outside)
-            verdict = fit.verdict
+            _, verdict = verdict_of(gpu, run.simulation.timeline, run.outside)
     return Change(options=options, saved_bytes=saved_bytes, verdict=verdict)
 
 

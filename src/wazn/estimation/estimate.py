@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
-from wazn.errors import InputError, UnknownFact, Unsupported
+from wazn.errors import InputError, Unsupported
 from wazn.estimation.answer import (
     Batch,
     Estimate,
@@ -33,7 +33,7 @@ from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
 from wazn.facts.notes import Note
 from wazn.facts.overheads import blas_workspace, cuda_context
-from wazn.facts.stacks import Habits, resolve_stack
+from wazn.facts.stacks import resolve_stack
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Attention, Recipe
@@ -41,7 +41,7 @@ from wazn.simulate.step import Simulation, simulate
 from wazn.timeline.events import Category, Phase, Timeline
 from wazn.timeline.replay import Replay, replay
 
-__all__ = ["ENGINES", "Run", "estimate", "fit_of", "run_through", "weigh"]
+__all__ = ["ENGINES", "Run", "estimate", "fit_of", "run_through", "verdict_of", "weigh"]
 
 ENGINES = ("auto", "simulate", "trace")
 TIGHT_FRACTION = 0.04  # of the usable memory; until there is an error band from the evidence
@@ -188,7 +188,7 @@ class Run(NamedTuple):
 
 def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     """Resolve the options and run the training step on the tape. Raises: InputError, UnknownFact, Unsupported."""
-    habits = _habits("hf" if options.stack is None else options.stack, spec)
+    habits = resolve_stack("hf" if options.stack is None else options.stack, family=spec.family)
     resolved = resolve(options, habits, gpu)
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
@@ -208,18 +208,6 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
         outside=_outside(gpu, simulation.managed_bytes),
         unmatched_targets=targets.unmatched,
     )
-
-
-def _habits(stack: str, spec: ModelSpec) -> Habits:
-    """Return the stack's habits for a model. A family may be counted and yet not be weighed: Unsupported."""
-    try:
-        return resolve_stack(stack, family=spec.family)
-    except UnknownFact:
-        resolve_stack(stack, family="llama")  # an unknown stack is another mistake
-        raise Unsupported(
-            f"how `{spec.family}` is trained was not read: its weights are counted, a run is not weighed",
-            hint="a model of another family with about the same sizes gives a near figure",
-        ) from None
 
 
 def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
@@ -265,40 +253,45 @@ def _outside(gpu: Gpu | None, managed_bytes: int) -> tuple[OutsideLine, ...]:
 def fit_of(
     gpu: Gpu | None, timeline: Timeline, outside: tuple[OutsideLine, ...]
 ) -> tuple[Replay, Fit]:
-    """Return the replay that tells the need, and the verdict.
-
-    Managed memory gives way: the driver moves it to the host when PyTorch asks for more, so it does not limit the
-    allocator. A run that needs the room is tight, not impossible.
-    """
-    need = replay(timeline)
+    """Return the replay that tells the need, and the verdict."""
     if gpu is None:
         none = Fit(gpu=None, capacity_bytes=None, verdict=Verdict.NO_GPU_GIVEN, headroom_bytes=None)
-        return need, none
-    fixed_bytes = sum(line.num_bytes for line in outside if line.category != "managed-memory")
-    capacity = max(0, gpu.usable_bytes - fixed_bytes)
-    failed = None
-    flushes = need.peak_reserved_bytes > capacity
-    if flushes:
-        limited = replay(timeline, capacity_bytes=capacity, device_total_bytes=gpu.usable_bytes)
-        failed = limited.out_of_memory
-        if failed is None:
-            need = limited
+        return replay(timeline), none
+    limited, verdict = verdict_of(gpu, timeline, outside)
+    failed = limited.out_of_memory
+    need = limited if failed is None else replay(timeline)
     outside_bytes = sum(line.num_bytes for line in outside)
-    headroom = gpu.usable_bytes - need.peak_reserved_bytes - outside_bytes
-    if failed is not None:
-        verdict = Verdict.DOES_NOT_FIT
-    elif flushes or headroom < TIGHT_FRACTION * gpu.usable_bytes:
-        verdict = Verdict.TIGHT
-    else:
-        verdict = Verdict.FITS
     return need, Fit(
         gpu=gpu.id,
         capacity_bytes=gpu.usable_bytes,
         verdict=verdict,
-        headroom_bytes=headroom,
+        headroom_bytes=gpu.usable_bytes - need.peak_reserved_bytes - outside_bytes,
         retries=need.num_alloc_retries,
         out_of_memory=failed,
     )
+
+
+def verdict_of(
+    gpu: Gpu, timeline: Timeline, outside: tuple[OutsideLine, ...]
+) -> tuple[Replay, Verdict]:
+    """Replay with the card's capacity; return that with the verdict.
+
+    Managed memory gives way: the driver moves it to the host when PyTorch asks for more, so it does not limit the
+    allocator. A run that needs the room is tight, not impossible.
+    """
+    fixed_bytes = sum(line.num_bytes for line in outside if line.category != "managed-memory")
+    limited = replay(
+        timeline,
+        capacity_bytes=max(0, gpu.usable_bytes - fixed_bytes),
+        device_total_bytes=gpu.usable_bytes,
+    )
+    outside_bytes = sum(line.num_bytes for line in outside)
+    headroom_bytes = gpu.usable_bytes - limited.peak_reserved_bytes - outside_bytes
+    if limited.out_of_memory is not None:
+        return limited, Verdict.DOES_NOT_FIT
+    if limited.num_alloc_retries or headroom_bytes < TIGHT_FRACTION * gpu.usable_bytes:
+        return limited, Verdict.TIGHT
+    return limited, Verdict.FITS
 
 
 def _resident(timeline: Timeline) -> Resident:
