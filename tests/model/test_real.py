@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SEEN = golden("5.24")["models"]
-TODAY = random.Random(datetime.date.today().toordinal())
-SAMPLE = sorted(TODAY.sample(sorted(SEEN), 4))
+TODAY = datetime.date.today().isoformat()
+SAMPLE = sorted(random.Random(TODAY).sample(sorted(SEEN), 4))
 # One per kind of module that bitsandbytes treats in its own way.
 QUANTIZED = (
     "TinyLlama--TinyLlama-1.1B-Chat-v1.0",
@@ -72,7 +72,7 @@ def test_stored_comparison_still_holds(name: str) -> None:
         seen["weights"],
     )
     short = cut(mapping, LORA_LAYERS)
-    label, case = TODAY.choice(sorted(lora_cases(short).items()))
+    label, case = random.Random(TODAY + name).choice(sorted(lora_cases(short).items()))
     made = trained(short, **case.peft)
     assert [count(made), fingerprint(made)] == seen["lora"][label]
 
@@ -90,6 +90,72 @@ def test_defaults_are_those_of_the_class(family: str) -> None:
     positions = "max_seq_len" if family == "mpt" else "max_position_embeddings"
     assert spec.max_positions == getattr(config, positions, None)
     assert spec.tied == config.tie_word_embeddings
+
+
+# Switches and counts that change which weights there are, wherever a family's class knows them.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_bias", "bias"),
+            *("use_qkv_bias", "qk_layernorm", "use_qk_norm", "use_parallel_residual", "alibi"),
+            *("multi_query", "do_layer_norm_before", "enable_bias", "lm_head_bias"),
+            *("layer_norm_elementwise_affine", "_remove_final_layer_norm", "tie_word_embeddings"),
+        ),
+        (False, True),
+    ),
+    "word_embed_proj_dim": (24, None),
+    "q_lora_rank": (None, 12),
+    "first_k_dense_replace": (0, 1, 2),
+    "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([], [0]),
+    "moe_layer_interval": (1, 2),
+    "n_shared_experts": (1, 2),
+    "shared_expert_intermediate_size": (20, 40),
+}
+
+
+@pytest.mark.parametrize("family", supported_families())
+def test_switches(family: str) -> None:
+    """With its switches thrown at random (other ones every day), a small model has the weights that its class makes."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("its class lies beside the weights on the hub")
+    chance = random.Random(TODAY + family)
+    heads = chance.choice((2, 4))
+    known = vars(transformers.CONFIG_MAPPING[family]()).keys()
+    sizes = {
+        "hidden_size": 16 * heads,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 3,
+        "intermediate_size": 24,
+        "vocab_size": 50,
+        "head_dim": 16,
+        "n_inner": 24,
+        "ffn_dim": 24,
+        "ffn_hidden_size": 24,
+        "num_kv_heads": heads,
+        "n_head": heads,
+        "num_key_value_heads": heads,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "n_embd": 16 * heads,
+        "n_layer": 3,
+        "d_model": 16 * heads,
+        "n_layers": 3,
+        "n_heads": heads,
+        "num_heads": heads,
+        "num_layers": 3,
+    }
+    if family in ("falcon", "cohere2"):
+        del sizes["head_dim"]  # a property of the class
+    mapping: dict[str, Any] = {key: value for key, value in sizes.items() if key in known}
+    mapping |= {"model_type": family, "pad_token_id": None, "attention_types": [[["global"], 3]]}
+    mapping |= {key: chance.choice(found) for key, found in SWITCHES.items() if key in known}
+    if family == "internlm3":
+        mapping["mlp_bias"] = mapping["attention_bias"]
+    if family != "gpt_neo":
+        del mapping["attention_types"]
+    expected = weights(build(mapping))
+    assert [(p.name, p.shape) for p in parameters(_spec(mapping))] == expected
 
 
 @pytest.mark.parametrize(

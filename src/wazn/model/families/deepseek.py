@@ -24,7 +24,7 @@ _ROUTED = {"num_experts": "n_routed_experts"}
 ALIASES: dict[str, Mapping[str, str]] = {
     "deepseek_v2": _ROUTED,
     "deepseek_v3": _ROUTED,
-    "glm4_moe_lite": _ROUTED,
+    "glm4_moe_lite": {**_ROUTED, "qk_rope_head_dim": "head_dim"},
 }
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,

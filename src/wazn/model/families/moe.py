@@ -554,6 +554,7 @@ def ernie4_5_moe(c: Fields) -> ModelSpec:
         layer=lambda sparse: pre_norm_layer(
             s, attention=attention, mlp=experts if sparse else dense
         ),
+        head_bias=bias,
     )
 
 
