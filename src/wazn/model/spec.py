@@ -164,7 +164,8 @@ class AttentionSpec:
         `gpt_oss`: one of the attention functions, sinks joined to the scores by cat in the eager one.
     rotary_code: the family whose `apply_rotary_pos_emb` runs:
         `llama`; `olmo`: tables and products in fp32, cast back; `phi3`: part of the head, joined by cat;
-        `phi`: the same, queries and keys joined after both have been rotated, in the attention itself; `gpt_neox`: in a function;
+        `phi`: the same, queries and keys joined after both have been rotated, in the attention itself;
+        `gpt_neox`: as phi, in a function;
         `cohere`: interleaved, all in fp32; `glm`: interleaved, tables repeated in every layer, cat;
         `helium`: as glm, without cat; `ernie4_5`: as helium, in fp32;
         `gptj`: before the transpose, tables repeated for queries and for keys; `gpt_oss`: tables of half a head;

@@ -496,7 +496,7 @@ def _glm4_attention(c: Fields, s: Sizes, rotary: int) -> AttentionSpec:
         s,
         output_bias=False,
         rotary_dim=rotary,
-        rotary_code="phi",
+        rotary_code="gpt_neox",
         rotary_concat=True,
         **per_head,
     )
@@ -574,7 +574,7 @@ def minimax_m2(c: Fields) -> ModelSpec:
         s,
         dropout=c.probability("attention_dropout"),
         rotary_dim=rotary,
-        rotary_code="phi",
+        rotary_code="gpt_neox",
         rotary_concat=True,
         **wide_qk_norms(s, NormKind.RMS),
     )
