@@ -198,15 +198,23 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A tensor that moves between host and device is copied; here both have one device type."""
-    device = kwargs.get(
-        "device", next((i for i in args if isinstance(i, str | torch.device)), None)
-    )
+    to_host = _names_the_host(habits, *args, **kwargs)
     is_on_host = habits.tracker.is_on_host(tensor)
-    if device is None or is_on_host == (device == "cpu" and isinstance(device, str)):
+    if to_host is None or to_host is is_on_host:
         return func(tensor, *args, **kwargs)
     with habits.tracker.going_to("device" if is_on_host else "host"):
         moved = func(tensor, *args, **kwargs)
         return torch.clone(moved) if moved is tensor else moved
+
+
+def _names_the_host(habits: Habits, *args: Any, **kwargs: Any) -> bool | None:
+    """Say whether arguments of `Tensor.to` name the host ("cpu", or a tensor that is there); None for neither."""
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, str | torch.device):
+            return isinstance(item, str) and item == "cpu"
+        if isinstance(item, torch.Tensor):
+            return habits.tracker.is_on_host(item)
+    return None
 
 
 def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from wazn.errors import InputError
 from wazn.timeline.events import Category, Phase
 from wazn.trace.flash_attn import flash_attn_stand_in
+from wazn.trace.optimizers import make_optimizer
 from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
 from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, rounded_bytes, tensors_in
 from wazn.trace.world import World
@@ -137,8 +137,7 @@ def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
         categories = dict(_model_blocks(tracker, model))
         for tensor in quant_states:
             categories[tracker.block_id(tensor) or 0] = Category.QUANTIZATION_STATE
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = _optimizer(recipe.optimizer, trainable)
+        optimizer = make_optimizer(recipe.optimizer, model, tracker)
         loop = _Loop(tracker, model, optimizer, recipe, categories)
         loop.run()
         return Rehearsal(events=tuple(tracker.events), categories=categories)
@@ -225,18 +224,6 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, recipe.adapter_dtype))
     return wrapped
-
-
-def _optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5),
-        "adamw-fused": lambda: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
-        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-5),
-        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-5, momentum=0.9),
-    }
-    if name not in makers:
-        raise InputError(f"optimizer `{name}` cannot be rehearsed; try {', '.join(makers)}")
-    return makers[name]()
 
 
 def _model_blocks(tracker: StorageTracker, model: Any) -> Iterator[tuple[int, Category]]:
