@@ -93,7 +93,7 @@ class Case:
             micro_batch=self.micro_batch,
             seq_len=self.seq_len,
             checkpointing=CHECKPOINTING[self.checkpointing],
-            inputs_require_grad=self.method != "full" and self.checkpointing == "full-reentrant",
+            inputs_require_grad=self.method != "full" and self.checkpointing != "none",
         )
 
     def rehearsed(self) -> Rehearsed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from wazn.model.config import read_config
 from wazn.model.spec import Linear, MlpSpec, MoeSpec
 from wazn.recipe import Attention
 from wazn.simulate.context import Context
+from wazn.simulate.lora import AdaptedStack
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.moe import Experts, MoeModule
 from wazn.simulate.modules import LinearModule
@@ -142,6 +144,58 @@ def tape_block(name: str, tape: Tape, dtype: Dtype, *, trained: bool) -> MoeModu
     )
 
 
+def with_adapters(block: Any, *, rank: int) -> Any:
+    """Wrap the stacked experts and the router as peft does for `all-linear`; gate and up have twice the rank."""
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import ParamWrapper
+
+    def wrap(module: Any, name: str, r: int) -> Any:
+        with torch.device("meta"):
+            return ParamWrapper(
+                module, "default", name, config=LoraConfig(r=r), r=r, lora_alpha=2 * r
+            )
+
+    block.experts = wrap(wrap(block.experts, "gate_up_proj", 2 * rank), "down_proj", rank)
+    block.gate = wrap(block.gate, "weight", rank)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    return block
+
+
+def tape_with_adapters(module: MoeModule, tape: Tape, *, rank: int) -> MoeModule:
+    moe = module.spec
+    hidden, intermediate = moe.expert.down.out_features, moe.expert.down.in_features
+
+    def stack(base: Any, rows: int, columns: int, r: int, matrices: int) -> AdaptedStack:
+        def adapter(name: str, size: int) -> Any:
+            numel = size * r * matrices
+            return tape.parameter(name=name, numel=numel, dtype=FLOAT32, requires_grad=True)
+
+        return AdaptedStack(
+            base,
+            lora_a=adapter("lora_A", columns),
+            lora_b=adapter("lora_B", rows),
+            num_matrices=matrices,
+        )
+
+    experts = moe.num_experts
+    return MoeModule(
+        moe,
+        router=replace(
+            module.router, weight=stack(module.router.weight, experts, hidden, rank, 1)
+        ),
+        experts=replace(
+            module.experts,
+            gate_up=stack(module.experts.gate_up, 2 * intermediate, hidden, 2 * rank, experts),
+            down=stack(module.experts.down, hidden, intermediate, rank, experts),
+        ),
+        shared=module.shared,
+        shared_gate=module.shared_gate,
+    )
+
+
 def context(tape: Tape) -> Context:
     return Context(
         tape=tape,
@@ -182,3 +236,22 @@ def test_block(name: str, trained: bool) -> None:
 def test_block_under_autocast(name: str, trained: bool) -> None:
     """Autocast lowers the router and the shared experts; grouped products stay in the type of their weights."""
     compare(name, trained=trained, autocast="bfloat16")
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_adapted_stacks(name: str, autocast: str | None) -> None:
+    """peft spells every adapted stack out whole: once to check it, once to use it."""
+    pytest.importorskip("peft")
+    spec = Spec((*TOKENS, 256), "bfloat16", requires_grad=True)
+    block = with_adapters(real_block(name, "bfloat16", trained=False), rank=4)
+    real = measure_op(block, spec, autocast=autocast)
+    tape = run_on_tape(
+        call,
+        spec,
+        autocast=None if autocast is None else DTYPES[autocast],
+        prepare=lambda tape: tape_with_adapters(
+            tape_block(name, tape, DTYPES["bfloat16"], trained=False), tape, rank=4
+        ),
+    )
+    assert_agree(real, tape)

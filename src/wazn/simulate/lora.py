@@ -6,17 +6,18 @@ Sources: peft/tuners/lora/layer.py (`Linear`, `ParamWrapper`), bnb.py (`Linear4b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from wazn.dtypes import FLOAT32, Dtype
 from wazn.model.spec import Linear
 from wazn.simulate.ops import add, add_scalar, contiguous, div, dropout, linear, matmul, mul, mul_scalar, to
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
-__all__ = ["AdaptedStack", "Adapters", "DenseModule", "LoraModule", "adapting", "value_of"]
+__all__ = ["AdaptedStack", "Adapters", "DenseModule", "LoraModule", "value_of", "while_adapted"]
+
+Result = TypeVar("Result")
 
 
 class DenseModule(Protocol):
@@ -156,8 +157,8 @@ class LoraModule:
 class AdaptedStack:
     """peft's ParamWrapper on a frozen parameter, a matrix or a stack of them: the adapted weight is spelt out whole.
 
-    Entering makes the weight once, for the check of `torch.nn.utils.parametrize`; `value` makes it once more where the module
-    asks for it, and keeps it until the module has returned.
+    `enter` makes the weight once, for the check of `torch.nn.utils.parametrize`; `value` makes it once more where the module
+    asks for it, and keeps it until the module returns and `leave` is called.
     """
 
     __slots__ = ("_made", "_make", "base", "lora_a", "lora_b", "num_matrices")
@@ -177,15 +178,14 @@ class AdaptedStack:
         """Of the weight, adapted or not."""
         return self.base.dtype
 
-    @contextmanager
-    def entered(self, tape: Tape) -> Iterator[None]:
-        """Adapt the weight inside."""
+    def enter(self, tape: Tape) -> None:
+        """Begin to adapt the weight."""
         self._make = self._of_one(tape) if self.num_matrices == 1 else self._of_many(tape)
-        try:
-            self._make()
-            yield
-        finally:
-            self._make = self._made = None
+        self._make()
+
+    def leave(self) -> None:
+        """Forget the adapted weight."""
+        self._make = self._made = None
 
     def value(self) -> Tensor:
         """Return the adapted weight."""
@@ -196,14 +196,25 @@ class AdaptedStack:
 
     def _of_one(self, tape: Tape) -> Callable[[], Tensor]:
         """A delta of the weight's size (`get_delta_weight`), added where the weight is asked for."""
-        product = matmul(tape, self.lora_b, self.lora_a, numel=self.base.numel)
-        delta = to(tape, mul_scalar(tape, product), self.base.dtype)
+        numel = self.base.numel
+        delta = mul_scalar(tape, matmul(tape, self.lora_b, self.lora_a, numel=numel))
+        delta = to(tape, delta, self.dtype)
         return lambda: add(tape, self.base, delta)
 
     def _of_many(self, tape: Tape) -> Callable[[], Tensor]:
         """Both factors in the type of the weight (`get_delta_factors`), and one baddbmm without autocast."""
-        lhs, rhs = to(tape, self.lora_b, self.dtype), to(tape, self.lora_a, self.dtype)
+        weight_b = _by_expert(tape, self.lora_b)
+        lhs, rhs = to(tape, weight_b, self.dtype), to(tape, self.lora_a, self.dtype)
         return lambda: _baddbmm(tape, self.base, lhs, rhs)
+
+
+def _by_expert(tape: Tape, weight: Tensor) -> Tensor:
+    """weight.reshape(out, r, E).permute(2, 0, 1): a view whose gradient is copied back into the order of the weight."""
+
+    def backward(gradient: Tensor) -> tuple[Tensor]:
+        return (tape.new(gradient.numel, gradient.dtype).view_with_base(),)
+
+    return tape.record(weight.detach(), (weight,), (), backward)
 
 
 def value_of(weight: Tensor | AdaptedStack) -> Tensor:
@@ -211,14 +222,21 @@ def value_of(weight: Tensor | AdaptedStack) -> Tensor:
     return weight.value() if isinstance(weight, AdaptedStack) else weight
 
 
-@contextmanager
-def adapting(tape: Tape, *weights: Tensor | AdaptedStack) -> Iterator[None]:
-    """Adapt those of the weights that are adapted, the first one outermost."""
-    with ExitStack() as stack:
-        for weight in weights:
-            if isinstance(weight, AdaptedStack):
-                stack.enter_context(weight.entered(tape))
-        yield
+def while_adapted(
+    tape: Tape, weights: Sequence[Tensor | AdaptedStack], run: Callable[[], Result]
+) -> Result:
+    """Run with those of the weights adapted that are to be, the first one outermost.
+
+    Not a context manager: a recomputation ends in an exception, and contextlib would keep its frames, and their tensors, in a cycle.
+    """
+    stacks = [weight for weight in weights if isinstance(weight, AdaptedStack)]
+    try:
+        for stack in stacks:
+            stack.enter(tape)
+        return run()
+    finally:
+        for stack in stacks:
+            stack.leave()
 
 
 def _baddbmm(tape: Tape, base: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -229,6 +247,7 @@ def _baddbmm(tape: Tape, base: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
     def backward(gradient: Tensor) -> tuple[Tensor, Tensor]:
         product = tape.new(numel_lhs, gradient.dtype)
         for_lhs = tape.new(numel_lhs, gradient.dtype)
+        del product
         product = tape.new(numel_rhs, gradient.dtype)
         for_rhs = tape.new(numel_rhs, gradient.dtype)
         del product

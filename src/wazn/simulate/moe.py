@@ -14,7 +14,7 @@ from wazn.dtypes import INT32, INT64
 from wazn.model.spec import MoeSpec
 from wazn.simulate.activations import ACTIVATIONS
 from wazn.simulate.context import Context
-from wazn.simulate.lora import AdaptedStack, adapting, value_of
+from wazn.simulate.lora import AdaptedStack, value_of, while_adapted
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import Module
 from wazn.simulate.ops import (
@@ -202,15 +202,18 @@ class MoeModule:
     def route(self, tape: Tape, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, the weights of the chosen experts and their numbers."""
         tape.label = self.spec.router.name
-        with adapting(tape, self.router.weight):
-            return ROUTERS[self.spec.flavour](tape, self.router, x)
+        route = ROUTERS[self.spec.flavour]
+        return while_adapted(tape, (self.router.weight,), lambda: route(tape, self.router, x))
 
     def run_experts(self, tape: Tape, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts."""
         tape.label = self.spec.experts_name
-        # peft wraps the second matrix around the first
-        with adapting(tape, self.experts.down, self.experts.gate_up):
-            return grouped_experts(tape, self.spec, self.experts, x, index, weights)
+        experts = self.experts
+        return while_adapted(
+            tape,
+            (experts.down, experts.gate_up),  # peft wraps the second matrix around the first
+            lambda: grouped_experts(tape, self.spec, experts, x, index, weights),
+        )
 
 
 def reshaped(tape: Tape, x: Tensor) -> Tensor:

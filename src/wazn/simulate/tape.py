@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from weakref import ref
 
 from wazn.dtypes import FLOAT32, Dtype
 from wazn.timeline.events import LAYER, PASS, Category, Phase, Segment, Tag
@@ -192,9 +193,9 @@ class _Frame:
     __slots__ = (
         "autocast_dtype",
         "counter",
+        "holders",
         "keep_products",
         "num_products",
-        "num_saved",
         "recomputed",
         "results",
         "run",
@@ -209,7 +210,7 @@ class _Frame:
         self.keep_products = keep_products
         self.num_products = 0
         self.results: deque[tuple[Tensor, ...]] = deque()
-        self.num_saved = 0
+        self.holders: list[ref[_Holder]] = []
         self.counter = 0
         self.recomputed: dict[int, Tensor] | None = None
         self.autocast_dtype = tape.autocast_dtype
@@ -224,11 +225,12 @@ class _Frame:
 class _Holder:
     """Stands in a node for a tensor that checkpointing did not keep."""
 
-    __slots__ = ("frame", "index")
+    __slots__ = ("__weakref__", "frame", "index")
 
-    def __init__(self, frame: _Frame, index: int) -> None:
+    def __init__(self, frame: _Frame) -> None:
         self.frame = frame
-        self.index = index
+        self.index = len(frame.holders)
+        frame.holders.append(ref(self))
 
 
 class Tape:
@@ -381,15 +383,15 @@ class Tape:
             if tensor is None:
                 continue
             if packing is not None:
-                saved.append(_Holder(packing, packing.num_saved))
-                packing.num_saved += 1
+                saved.append(_Holder(packing))
             else:
                 assert recomputing is not None and recomputing.recomputed is not None
                 self._mark_saved(tensor)
                 kept = tensor.detach()
-                recomputing.recomputed[recomputing.counter] = kept
+                if recomputing.holders[recomputing.counter]() is not None:  # else nobody will ask
+                    recomputing.recomputed[recomputing.counter] = kept
                 recomputing.counter += 1
-                if recomputing.counter == recomputing.num_saved:
+                if recomputing.counter == len(recomputing.holders):
                     raise _StopRecomputation
                 saved.append(kept)
         return tuple(saved)
