@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wazn.cluster import Gpu, limitations
-from wazn.dtypes import BFLOAT16
+from wazn.dtypes import BFLOAT16, FLOAT32
 from wazn.estimation.answer import Fit, OutsideLine, Verdict
 from wazn.facts.notes import Note
 from wazn.model.spec import ModelSpec, MoeSpec
@@ -78,8 +78,8 @@ def _on_quantization(spec: ModelSpec, recipe: Recipe, quantization: Quantization
     notes = []
     has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
     if has_experts and not quantization.experts:
-        dtype = recipe.precision.weight_dtype.name
-        notes.append(Note(code="experts-not-quantised", params={"dtype": dtype}))
+        kept = FLOAT32 if quantization.kbit_preparation else recipe.precision.weight_dtype
+        notes.append(Note(code="experts-not-quantised", params={"dtype": kept.name}))
     if quantization.kbit_preparation:
         notes.append(Note(code="kbit-preparation", params={"stack": recipe.stack}))
     return notes

@@ -14,6 +14,7 @@ from wazn.estimation.changes import Change
 from wazn.estimation.options import PRECISIONS, as_option
 from wazn.recipe import Checkpointing, Precision
 from wazn.report.notes import note_text
+from wazn.timeline.events import Phase
 from wazn.units import format_ratio, format_size
 
 __all__ = ["Style", "as_text"]
@@ -93,9 +94,10 @@ def _headline(answer: Estimate, style: Style) -> Iterator[str]:
         yield _painted(line, f"1;{colour}".rstrip(";"), style)
     if fit.out_of_memory is not None:
         failed = fit.out_of_memory
-        phase = PHASES[failed.moment.phase]
+        where = f"{PHASES[failed.moment.phase]} of step {failed.moment.step}"
+        where = "while loading" if failed.moment.phase is Phase.LOAD else f"in {where}"
         yield from _wrapped(
-            f"PyTorch stops in {phase} of step {failed.moment.step}: it tries to allocate "
+            f"PyTorch stops {where}: it tries to allocate "
             f"{format_size(failed.tried_bytes, unit='MiB')} ({CATEGORIES[failed.tag.category]}) and "
             f"{format_size(failed.free_bytes, unit='MiB')} are free.",
             style,

@@ -54,7 +54,7 @@ NOTES = {
         "{seq_len} tokens are more than the {max_positions} positions that the model was made for."
     ),
     "experts-not-quantised": (
-        "bitsandbytes replaces linear layers only; the experts are stacked parameters here and stay {dtype}."
+        "bitsandbytes replaces linear layers only; the experts are stacked parameters here and are held as {dtype}."
     ),
     "kbit-preparation": (
         "PEFT's k-bit preparation turns what is not quantised (embeddings, norms, head) into float32."
