@@ -22,12 +22,14 @@ def hidden_states(
     spec = model.spec
     tape.label = spec.embedding.name
     x = embedding(tape, model.embedding, input_ids, size=spec.embedding.size)
+    scaled_by_model = spec.family.startswith("granite")  # Gemma's embedding scales by itself
+    if spec.embedding_scaled and not scaled_by_model:
+        x = mul_scalar(tape, x)
     if recipe.inputs_require_grad and not x.requires_grad:
         x = tape.leaf(x)
-    inputs_embeds = x  # the model's forward keeps this name to its end
-    if spec.embedding_scaled:
+    if spec.embedding_scaled and scaled_by_model:
         x = mul_scalar(tape, x)
-        inputs_embeds = x
+    inputs_embeds = x  # the model's forward keeps this name to its end
     position_ids = _position_ids(context, spec)
     make_masks(context, spec, x.dtype)
     x = _embedded(tape, model, context, x, position_ids)
