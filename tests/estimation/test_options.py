@@ -133,3 +133,14 @@ def test_a_truth_is_no_number() -> None:
     for wrong in ({"micro_batch": True}, {"dora": 1}, {"method": "x" * 100_000}):
         with pytest.raises(InputError):
             Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_k_bit_preparation_can_be_left_out() -> None:
+    """It is PEFT's helper and not bitsandbytes' doing; without a quantised base there is nothing to prepare."""
+    with_it, without = recipe(method="qlora"), recipe(method="qlora", kbit_preparation=False)
+    assert with_it.quantization is not None
+    assert without.quantization is not None
+    assert with_it.quantization.kbit_preparation
+    assert not without.quantization.kbit_preparation
+    with pytest.raises(InputError, match="`--kbit-preparation` needs a quantised base"):
+        recipe(kbit_preparation=True)

@@ -66,6 +66,12 @@ class _Estimate(Command):
     help="Quantise the constants of the 4-bit blocks as well. [default: yes]",
 )
 @option(
+    "--kbit-preparation/--no-kbit-preparation",
+    default=None,
+    group="Method",
+    help="PEFT's helper for a quantised base: what stays in 16 bits is turned into fp32. [default: yes]",
+)
+@option(
     "--trainable", metavar="PATTERN", group="Method", help="With --method freeze: what is trained."
 )
 @option(

@@ -88,6 +88,8 @@ def _candidates(answer: Estimate) -> Iterator[tuple[int, dict[str, Any]]]:
             yield states * 3 // 4 + held.get(Category.TEMPORARY, 0), {"optimizer": "adamw-8bit"}
     if recipe.method is Method.LORA:
         yield weights * 2 // 3, {"method": "qlora"}
+    if recipe.quantization is not None and recipe.quantization.kbit_preparation:
+        yield weights // 3, {"kbit_preparation": False}
     if recipe.precision.weight_dtype.itemsize == 4:
         yield (weights + trained) // 2, {"precision": "bf16-autocast"}
     if recipe.checkpointing is Checkpointing.NONE:

@@ -63,6 +63,7 @@ class Options:
     lora_dropout: float | None = None
     quantization: str | None = None
     double_quant: bool | None = None
+    kbit_preparation: bool | None = None
     precision: str | None = None
     weight_dtype: str | None = None
     autocast_dtype: str | None = None
@@ -107,7 +108,7 @@ _TEXT: tuple[type | tuple[type, ...], str] = (str, f"text of at most {_LONGEST_T
 _COUNTS = ("rank", "micro_batch", "seq_len", "grad_accum", "gpus", "nodes", "tp", "pp", "cp", "ep")
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(_COUNTS, (int, "a whole number")),
-    **dict.fromkeys(("dora", "double_quant"), (bool, "true or false")),
+    **dict.fromkeys(("dora", "double_quant", "kbit_preparation"), (bool, "true or false")),
     "lora_dropout": ((int, float), "a number"),
 }
 
@@ -282,11 +283,12 @@ class _Resolver:
     def quantization(self, method: Method) -> Quantization | None:
         options = self.options
         if method is not Method.QLORA and options.quantization in (None, "none"):
-            if options.double_quant:
-                raise InputError(
-                    "`--double-quant` needs a quantised base",
-                    hint="`--method qlora` or `--quantization nf4`",
-                )
+            for name in ("double_quant", "kbit_preparation"):
+                if getattr(options, name):
+                    raise InputError(
+                        f"`{as_option(name)}` needs a quantised base",
+                        hint="`--method qlora` or `--quantization nf4`",
+                    )
             return None
         names = {item.value: item for item in QuantizationFormat}
         if options.quantization not in (None, *names):
@@ -298,7 +300,7 @@ class _Resolver:
         return Quantization(
             format=chosen,
             double_quant=self.take("double-quant", options.double_quant, wazn=four_bits),
-            kbit_preparation=True,
+            kbit_preparation=self.take("kbit-preparation", options.kbit_preparation, wazn=True),
             experts=not self.habits.fused_experts,
         )
 
@@ -346,7 +348,7 @@ class _Resolver:
             return False
         return (
             self.habits.inputs_require_grad
-            or quantization is not None
+            or (quantization is not None and quantization.kbit_preparation)
             or checkpointing is Checkpointing.FULL_REENTRANT
         )
 

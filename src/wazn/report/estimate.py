@@ -274,8 +274,13 @@ def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Itera
 
 
 def _as_options(change: Change) -> str:
-    given = ((name, value) for name, value in change.options.items() if value is not None)
-    return " ".join(f"{as_option(name)} {value}" for name, value in given)
+    words = []
+    for name, value in change.options.items():
+        if isinstance(value, bool):
+            words.append(as_option(name if value else f"no_{name}"))
+        elif value is not None:
+            words.append(f"{as_option(name)} {value}")
+    return " ".join(words)
 
 
 def _defaults(answer: Estimate, style: Style) -> Iterator[str]:

@@ -57,7 +57,8 @@ NOTES = {
         "bitsandbytes replaces linear layers only; the experts are stacked parameters here and are held as {dtype}."
     ),
     "kbit-preparation": (
-        "PEFT's k-bit preparation turns what is not quantised (embeddings, norms, head) into float32."
+        "PEFT's k-bit preparation turns what is not quantised (embeddings, norms, head) into float32; "
+        "--no-kbit-preparation is without it."
     ),
     "target-unmatched": "The target `{target}` matches no module; PEFT ignores it, and so was it here.",
 }
