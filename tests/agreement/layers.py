@@ -8,10 +8,11 @@ from typing import Any
 from tests.agreement.compare import DTYPES, TapeTrace, leaf, run_on_tape
 from tests.recipes import BF16, make_recipe
 from wazn.model.config import read_config
-from wazn.recipe import Attention
-from wazn.simulate import build
+from wazn.recipe import Attention, Method
+from wazn.simulate.build import load
 from wazn.simulate.context import Context
 from wazn.simulate.tables import make_masks, make_rotary_tables
+from wazn.simulate.trained import Trained
 from wazn.simulate.tape import Tape, Tensor
 from wazn.trace.opcheck import OpTrace, Spec, measure_op
 from wazn.trace.world import World
@@ -116,6 +117,7 @@ def tape_layer(
     """Measure the layer of the tape."""
     spec = read_config(config, id="test", path="test")
     how = make_recipe(
+        method=Method.FULL if trained else Method.LORA,
         micro_batch=batch,
         seq_len=length,
         attention=Attention(attention),
@@ -133,9 +135,9 @@ def tape_layer(
         hidden = leaf(tape, Spec((batch, length, spec.hidden_size), dtype))
         make_masks(context, spec, hidden.dtype)
         make_rotary_tables(context, spec, hidden.dtype)
-        layer = spec.layers[index]
-        weights = build._layer_weights(tape, layer, DTYPES[dtype], lambda name: trained)
-        return context, build._layer_module(layer, index, weights, how)
+        trainable = Trained(spec, how)
+        model = load(tape, spec, how, frozenset(), trainable, range(spec.num_layers))
+        return context, model.layers[index]
 
     def run(tape: Tape, prepared: Any, x: Tensor) -> Tensor:
         context, layer = prepared

@@ -94,7 +94,8 @@ class AttentionModule:
         # what `cat` joins after the transpose lies in memory as [B, h, S, d]
         joined = spec.rotary_concat or spec.rotary_code == "gpt_oss"
         # rotary slices fill zeros in the order [B, h, S, d], those of GPT-J before the transpose
-        self._rotated_layout = HEADS_FIRST if rotates and spec.rotary_code != "gptj" else None
+        before = GradientLayout(spec.rotary_code != "gptj")
+        self._rotated_layout = before if rotates else None
         self._heads_first = rotates and joined and spec.rotary_code != "gptj"
 
     def __call__(self, context: Context, x: Tensor) -> Attended:
@@ -216,7 +217,8 @@ def _cut_fused(
         query, key, value = split(tape, qkv, (queries, keys, keys))
     return (
         to_heads(tape, query, queries_layout),
-        to_heads(tape, key, keys_layout),
+        # what a product gives for transposed keys can be viewed as [B, S, H]
+        to_heads(tape, key, keys_layout) if keys_layout is not values_layout else key,
         to_heads(tape, value, values_layout),
     )
 
@@ -264,8 +266,9 @@ def _sdpa(
     groups = shape.num_heads // shape.num_kv_heads
     enable_gqa = groups > 1 and mask is None and shape.head_dim == shape.value_dim <= 256
     if groups > 1 and not enable_gqa:
-        key = expand_copy(tape, key, key.numel * groups)
-        value = expand_copy(tape, value, value.numel * groups)
+        repeat = expand_copy if shape.num_kv_heads > 1 else expand  # one head: a view
+        key = repeat(tape, key, key.numel * groups)
+        value = repeat(tape, value, value.numel * groups)
         layout.heads_first = shape.num_kv_heads > 1
         shape = shape._replace(num_kv_heads=shape.num_heads)
     out, out_heads_first = scaled_dot_product_attention(
@@ -319,10 +322,13 @@ def _eager(
     """eager_attention_forward of the families; the weights live as long as the caller keeps them."""
     tape = context.tape
     groups = shape.num_heads // shape.num_kv_heads
+    copied = groups > 1 and shape.num_kv_heads > 1
     if groups > 1:
-        key = expand_copy(tape, key, key.numel * groups)
-        value = expand_copy(tape, value, value.numel * groups)
-    weights = _scores(tape, spec, query, key, shape, heads_first, groups)
+        repeat = expand_copy if copied else expand  # a single head is repeated by a view
+        key = repeat(tape, key, key.numel * groups)
+        value = repeat(tape, value, value.numel * groups)
+    copy_key = not copied and (not heads_first or groups > 1)
+    weights = _scores(tape, spec, query, key, shape, heads_first, copy_key)
     if spec.softcap is not None:
         weights = mul_scalar(tape, weights)
         weights = pointwise_of_result(tape, weights)
@@ -341,7 +347,7 @@ def _eager(
         shape,
         numel=shape.num_rows * shape.value_dim,
         copy_a=False,
-        copy_b=groups == 1,
+        copy_b=not copied,
         merged=True,
     )
     if shape.num_heads > 1:
@@ -356,10 +362,10 @@ def _scores(
     key: Tensor,
     shape: Shape,
     heads_first: bool,
-    groups: int,
+    copy_key: bool,
 ) -> Tensor:
     numel = shape.num_rows * shape.seq_len
-    copy_a, copy_b = not heads_first, not heads_first and groups == 1
+    copy_query = not heads_first
     if spec.code == "gptj":
         return mul_scalar(
             tape,
@@ -369,12 +375,21 @@ def _scores(
                 to(tape, key, FLOAT32),
                 shape,
                 numel=numel,
-                copy_a=copy_a,
-                copy_b=copy_b,
+                copy_a=copy_query,
+                copy_b=copy_key,
             ),
         )
     return mul_scalar(
-        tape, matmul_heads(tape, query, key, shape, numel=numel, copy_a=copy_a, copy_b=copy_b)
+        tape,
+        matmul_heads(
+            tape,
+            query,
+            key,
+            shape,
+            numel=numel,
+            copy_a=copy_query,
+            copy_b=copy_key,
+        ),
     )
 
 

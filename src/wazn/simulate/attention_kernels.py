@@ -354,18 +354,17 @@ def matmul_heads(
     b is broadcast where it has fewer heads by the factor `groups`. `merged`: the heads of the result are merged next, so its
     gradient comes as [B, S, h, d] and is copied as well.
     """
-    if tape.autocast_dtype is not None:
-        b, a = autocast(tape, b), autocast(tape, a)
+    # arguments, their casts and their copies all live until the call returns
+    cast_b = autocast(tape, b)
+    cast_a = autocast(tape, a)
     copies = shape.micro_batch > 1 and shape.num_heads > 1
-    if copies:
-        a = contiguous(tape, a) if copy_a else a
-        if groups > 1:
-            b = expand_copy(tape, b, b.numel * groups)
-        elif copy_b:
-            b = contiguous(tape, b)
-    elif groups > 1:
-        b = expand(tape, b, b.numel * groups)
-    out = matmul(tape, a, b, numel=numel)
+    left = contiguous(tape, cast_a) if copies and copy_a else cast_a
+    if groups > 1:
+        broadcast = expand_copy if copies else expand
+        right = broadcast(tape, cast_b, cast_b.numel * groups)
+    else:
+        right = contiguous(tape, cast_b) if copies and copy_b else cast_b
+    out = matmul(tape, left, right, numel=numel)
     return to_heads(tape, out, HEADS_FIRST) if copies and merged else out
 
 

@@ -148,20 +148,21 @@ class FalconAttention(_OwnAttention):
         tape, spec = context.tape, self.spec
         groups = shape.num_heads // shape.num_kv_heads
         numel = shape.num_rows * shape.seq_len
-        weights = matmul_heads(
+        scores = matmul_heads(
             tape, query, key, shape, numel=numel, copy_a=True, copy_b=True, groups=groups
         )
         dtype = query.dtype if tape.autocast_dtype is None else tape.autocast_dtype
         if spec.alibi:
             assert context.alibi is not None
-            scores = weights if weights.dtype is FLOAT32 else to(tape, weights, FLOAT32)
+            matmul_result = scores  # noqa: F841 - a name of the real code, alive to its end
+            scores = to(tape, scores, FLOAT32)
             logits = add(tape, scores, context.alibi)
             logits = div_scalar_in_place(tape, logits)
             weights = softmax(tape, add(tape, logits, context.masks[None]), dtype)
             weights = dropout(tape, weights, spec.dropout)
         else:
-            weights = div_scalar_in_place(tape, weights)
-            weights = softmax(tape, add(tape, weights, context.masks[None]), dtype)
+            scores = div_scalar_in_place(tape, scores)
+            weights = softmax(tape, add(tape, scores, context.masks[None]), dtype)
         out = matmul_heads(
             tape,
             weights,
@@ -250,7 +251,6 @@ class MptAttention(_OwnAttention):
         third = mixed_qkv.numel // 3
         query, key, value = split(tape, mixed_qkv, (third, third, third))
         query = to_heads(tape, query, HEADS_FIRST)
-        key = to_heads(tape, key, HEADS_FIRST)
         value = to_heads(tape, value, HEADS_FIRST)
         numel = shape.num_rows * shape.seq_len
         scores = mul_scalar(
@@ -280,13 +280,15 @@ class GptNeoAttention(_OwnAttention):
         """x: [B, S, H]."""
         tape, spec = context.tape, self.spec
         q_proj, k_proj, v_proj = self.projections
+        is_eager = context.attention is not Attention.FLASH
         query = q_proj(tape, x)
         key = k_proj(tape, x)
+        if is_eager:
+            key = to_heads(tape, key, HEADS_FIRST)
         value = v_proj(tape, x)
         tape.label = "attention"
-        if context.attention is not Attention.FLASH:
+        if is_eager:
             query = to_heads(tape, query, HEADS_FIRST)
-            key = to_heads(tape, key, HEADS_FIRST)
             value = to_heads(tape, value, HEADS_FIRST)
         weights: Tensor | None = None
         if context.attention is Attention.FLASH:

@@ -312,9 +312,8 @@ def pointwise_of_result(tape: Tape, x: Tensor) -> Tensor:
 
 def power(tape: Tape, x: Tensor) -> Tensor:
     """x.pow(number), square(x); under autocast in fp32."""
-    if tape.autocast_dtype is not None:
-        x = to(tape, x, FLOAT32)
-    saved = tape.save(x if x.requires_grad else None)
+    cast = x if tape.autocast_dtype is None else to(tape, x, FLOAT32)
+    saved = tape.save(cast if x.requires_grad else None)
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
         # grad * (exponent * self.pow(exponent - 1)), pow_backward of FunctionsManual.cpp
@@ -324,7 +323,7 @@ def power(tape: Tape, x: Tensor) -> Tensor:
         del scaled, powered
         return (result,)
 
-    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, backward)
+    return tape.record(tape.new(cast.numel, cast.dtype), (cast,), saved, backward)
 
 
 def mean(tape: Tape, x: Tensor, size: int) -> Tensor:
@@ -339,9 +338,8 @@ def mean(tape: Tape, x: Tensor, size: int) -> Tensor:
 
 def rsqrt(tape: Tape, x: Tensor) -> Tensor:
     """x.rsqrt(); saves its result; under autocast in fp32."""
-    if tape.autocast_dtype is not None:
-        x = to(tape, x, FLOAT32)
-    out = tape.new(x.numel, x.dtype)
+    cast = x if tape.autocast_dtype is None else to(tape, x, FLOAT32)
+    out = tape.new(cast.numel, cast.dtype)
     saved = tape.save_result(out) if x.requires_grad else ()
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
@@ -352,7 +350,7 @@ def rsqrt(tape: Tape, x: Tensor) -> Tensor:
         del cubed, scaled
         return (result,)
 
-    return tape.record(out, (x,), saved, backward)
+    return tape.record(out, (cast,), saved, backward)
 
 
 def linear(
@@ -405,6 +403,7 @@ def layer_norm(
     tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int
 ) -> Tensor:
     """native_layer_norm over the last axis of `size`; keeps its input and an fp32 mean and scale per row; in fp32 under autocast."""
+    argument = x  # lives until the call returns
     if tape.autocast_dtype is not None:
         x = to(tape, x, FLOAT32)
         weight = None if weight is None else to(tape, weight, FLOAT32)
@@ -420,6 +419,8 @@ def layer_norm(
     )
     if any(needs):
         saved += tape.save(mean_of_rows, scale_of_rows)
+
+    del argument
 
     def backward(gradient: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(
@@ -473,16 +474,16 @@ def softmax(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
 
     Source: aten/src/ATen/native/SoftMax.cpp, `softmax`.
     """
-    if not (x.dtype is FLOAT16 and dtype is FLOAT32):
-        x = to(tape, x, dtype)
+    fused = x.dtype is FLOAT16 and dtype is FLOAT32
+    cast = x if fused else to(tape, x, dtype)  # the argument lives until the call returns
     out = tape.new(x.numel, dtype)
     saved = tape.save_result(out) if x.requires_grad else ()
-    source = x.dtype
+    source = cast.dtype
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
         return (tape.new(gradient.numel, source),)
 
-    return tape.record(out, (x,), saved, backward)
+    return tape.record(out, (cast,), saved, backward)
 
 
 def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
