@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
 from wazn.trace.step import Recipe, Rehearsal, main, rehearse
 
@@ -142,3 +143,23 @@ def test_the_command_prints_peaks_and_events(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("step 1 optimizer-step") for line in lines)
     assert any("aten.embedding.default [1, 64, 256] bfloat16" in line for line in lines)
+
+
+def test_the_rehearsal_is_a_timeline() -> None:
+    """The timeline has the same events and the same peak, and the lines of its breakdown sum to it."""
+    rehearsal = rehearse(TINY, Recipe(method="lora", checkpointing="full"))
+    timeline = rehearsal.timeline()
+    assert timeline.num_events == len(rehearsal.events)
+    highest = peak(timeline)
+    assert highest.peak_bytes == rehearsal.peak_bytes
+    assert {event.tag.category for event in timeline.events()} == {
+        Category.WEIGHTS,
+        Category.ADAPTER_WEIGHTS,
+        Category.GRADIENTS,
+        Category.OPTIMIZER_STATES,
+        Category.ACTIVATIONS,
+        Category.LOGITS_AND_LOSS,
+        Category.TEMPORARY,
+        Category.WORKSPACES,
+        Category.INPUTS,
+    }

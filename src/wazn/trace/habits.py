@@ -208,7 +208,9 @@ def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: A
 
 
 def _names_the_host(habits: Habits, *args: Any, **kwargs: Any) -> bool | None:
-    """Say whether arguments of `Tensor.to` name the host ("cpu", or a tensor that is there); None for neither."""
+    """Say whether arguments of `Tensor.to` name the host ("cpu", or a tensor that is there); None for
+    neither.
+    """
     for item in (*args, *kwargs.values()):
         if isinstance(item, str | torch.device):
             return isinstance(item, str) and item == "cpu"

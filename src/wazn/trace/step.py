@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from wazn.timeline.events import Category, Phase
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.optimizers import make_optimizer
 from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
-from wazn.trace.tracker import DEVICE, StorageEvent, StorageTracker, rounded_bytes, tensors_in
+from wazn.trace.rehearsal import Rehearsal, signed_rounded
+from wazn.trace.tracker import DEVICE, StorageTracker, tensors_in
 from wazn.trace.world import World
 from wazn.units import GIB
 
@@ -68,57 +69,6 @@ class Recipe:
     num_layers: int | None = None
     capability: tuple[int, int] = (8, 0)
     matmul_workspaces: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
-    """What happened: every allocation and free in order, and what the long-lived blocks are.
-
-    Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
-    """
-
-    events: tuple[StorageEvent, ...]
-    categories: dict[int, Category] = field(default_factory=dict)
-
-    def peaks(self) -> dict[tuple[int, str], int]:
-        """Return the peak by (step, phase), in order of appearance."""
-        result: dict[tuple[int, str], int] = {}
-        current_bytes = 0
-        for event in self.events:
-            key = (event.step, event.phase)
-            result.setdefault(key, current_bytes)
-            current_bytes += _signed_rounded(event.num_bytes)
-            result[key] = max(result[key], current_bytes)
-        return result
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest sum of live blocks."""
-        return max(self.peaks().values(), default=0)
-
-    def breakdown_at_peak(self) -> dict[str, int]:
-        """Return what was alive at the peak by category, largest first; the rest is `activations and
-        temporary`.
-        """
-        peak_bytes, current_bytes = self.peak_bytes, 0
-        alive: dict[int, int] = {}
-        for event in self.events:
-            current_bytes += _signed_rounded(event.num_bytes)
-            if event.num_bytes < 0:
-                del alive[event.block_id]
-                continue
-            alive[event.block_id] = rounded_bytes(event.num_bytes)
-            if current_bytes == peak_bytes:
-                break
-        sums: dict[str, int] = {}
-        for block_id, num_bytes in alive.items():
-            name = str(self.categories.get(block_id, "activations and temporary"))
-            sums[name] = sums.get(name, 0) + num_bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def _signed_rounded(num_bytes: int) -> int:
-    return rounded_bytes(num_bytes) if num_bytes > 0 else -rounded_bytes(-num_bytes)
 
 
 def rehearse(config: dict[str, Any], recipe: Recipe) -> Rehearsal:
@@ -412,7 +362,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _event_lines(rehearsal: Rehearsal) -> Iterator[str]:
     current_bytes = 0
     for event in rehearsal.events:
-        current_bytes += _signed_rounded(event.num_bytes)
+        current_bytes += signed_rounded(event.num_bytes)
         category = rehearsal.categories.get(event.block_id, "")
         yield (
             f"{event.step} {event.phase:18} block {event.block_id:<6} {event.num_bytes:>+14} "
