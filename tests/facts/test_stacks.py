@@ -21,6 +21,7 @@ from wazn.facts.stacks import (
     LossProgram,
     Shift,
     Upcast,
+    WindowMask,
     resolve_stack,
     stack_versions,
 )
@@ -80,6 +81,21 @@ def test_the_table_says_what_the_classes_did(minor: str) -> None:
         assert {key: said[key] for key in said if row[key]} == {
             key: row[key] for key in said if row[key]
         }, family
+
+
+WINDOWS_SEEN = list(
+    csv.DictReader((Path(__file__).parent / "windows_seen.csv").read_text("utf-8").splitlines())
+)
+
+
+@pytest.mark.parametrize("row", WINDOWS_SEEN, ids=lambda row: f"{row['family']}-{row['version']}")
+def test_windows_make_the_masks_that_were_seen(row: dict[str, str]) -> None:
+    """With a window as long as the sequence, the classes make these masks; with one token more, none of them.
+
+    windows_seen.csv: as stacks_seen.csv, 40 tokens, windows of 39, 40 and 41; 39 and 40 do the same.
+    """
+    habits = resolve_stack("hf@" + row["version"], family=row["family"])
+    assert habits.window_mask.value == row["mask"]
 
 
 def test_every_family_was_seen() -> None:
@@ -145,6 +161,7 @@ def test_mistral_at_448() -> None:
         kv_cache=KvCache.OBJECT,
         eager_attention=False,
         sdpa_mask=False,
+        window_mask=WindowMask.ADDITIVE,
         repeat_kv=True,
         contiguous_qkv=True,
         rotary_per_layer=False,

@@ -28,6 +28,7 @@ __all__ = [
     "LossProgram",
     "Shift",
     "Upcast",
+    "WindowMask",
     "resolve_stack",
     "stack_versions",
 ]
@@ -79,6 +80,19 @@ class KvCache(StrEnum):
     OBJECT = "object"
 
 
+class WindowMask(StrEnum):
+    """What sdpa gets where a sequence is as long as a sliding window or longer.
+
+    ADDITIVE: one 16-bit mask [B, 1, S, S] for all layers. BOOLEAN: one boolean mask, of which sdpa makes a 16-bit one
+    in each layer with a window. UNUSED: a boolean mask at every length, kept for the model's forward, used by no layer.
+    """
+
+    NONE = "none"
+    ADDITIVE = "additive"
+    BOOLEAN = "boolean"
+    UNUSED = "unused"
+
+
 class CausalBuffers(StrEnum):
     """Where boolean buffers of [max positions, max positions] are kept."""
 
@@ -108,6 +122,7 @@ class Habits:
     # attention
     eager_attention: bool
     sdpa_mask: bool
+    window_mask: WindowMask
     repeat_kv: bool
     contiguous_qkv: bool
     # tables, norms, experts
@@ -131,6 +146,7 @@ _MAKE: dict[str, Any] = {
     "checkpointing": Checkpointing,
     "kv_cache": KvCache,
     "causal_buffers": CausalBuffers,
+    "window_mask": WindowMask,
 }
 
 
