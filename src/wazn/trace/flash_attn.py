@@ -127,7 +127,8 @@ def flash_attn_stand_in() -> Iterator[None]:
     modules = _modules()
     hidden = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
-    undo = [_patch_flag(module) for module in list(sys.modules.values())]
+    names = [name for name in sys.modules if name.split(".")[0] == "transformers"]
+    undo = [_patch_flag(sys.modules[name]) for name in names]
     undo.append(_patch_imports())
     try:
         yield
@@ -166,8 +167,6 @@ def _not_in_training(*args: Any, **kwargs: Any) -> Any:
 def _patch_flag(module: ModuleType) -> Callable[[], None]:
     """Answer yes to `is_flash_attn_2_available` in one module of transformers; return the way back."""
     names = ("is_flash_attn_2_available", "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
-    if not module.__name__.startswith("transformers"):
-        return lambda: None
     flag: Any = module.__dict__.get(names[0])
     matrix: Any = module.__dict__.get(names[1])
 
