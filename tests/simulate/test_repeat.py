@@ -138,7 +138,7 @@ def test_plan_stands_for_every_layer(prefix: str, block: str, times: int, suffix
     assert sorted(counted) == sorted(kinds)
 
 
-@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_repetition_is_exact_where_the_norms_come_last(method: str) -> None:
     """A first layer that makes a tensor less than the others numbers its blocks differently: all are run then."""
     spec = load_model("allenai/OLMo-2-0425-1B")

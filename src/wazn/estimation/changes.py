@@ -27,12 +27,12 @@ class Change:
     """One change. options: as on the command line, `_` for `-`; None takes one away.
 
     saved_bytes: how much lower the allocated peak is.
-    verdict: whether the changed run fits; asked only where the run as it is does not, or only just.
+    verdict: whether the changed run fits; asked only where the run as it is does not.
     """
 
     options: Mapping[str, Any]
     saved_bytes: int
-    verdict: Verdict
+    verdict: Verdict | None
 
 
 def changes(answer: Estimate) -> tuple[Change, ...]:
@@ -54,8 +54,8 @@ def _tried(answer: Estimate, options: dict[str, Any]) -> Change | None:
     saved_bytes = answer.peak.allocated_bytes - highest_bytes
     if saved_bytes * _LEAST_SAVING < answer.peak.allocated_bytes:
         return None
-    verdict = answer.fit.verdict
-    if verdict in (Verdict.DOES_NOT_FIT, Verdict.TIGHT) and gpu is not None:
+    verdict = None
+    if answer.fit.verdict is Verdict.DOES_NOT_FIT and gpu is not None:
         if highest_bytes > gpu.usable_bytes:
             verdict = Verdict.DOES_NOT_FIT  # no allocator can help
         else:

@@ -62,7 +62,6 @@ VERDICTS = {
     Verdict.FITS: "fits",
     Verdict.TIGHT: "tight",
     Verdict.DOES_NOT_FIT: "does not fit",
-    Verdict.NO_GPU_GIVEN: "",
 }
 _COLOURS = {Verdict.FITS: "32", Verdict.TIGHT: "33", Verdict.DOES_NOT_FIT: "31"}
 
@@ -263,7 +262,7 @@ def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Itera
         (
             _as_options(change),
             f"saves {format_size(change.saved_bytes)}",
-            VERDICTS[change.verdict],
+            "" if change.verdict is None else VERDICTS[change.verdict],
         )
         for change in helping
     ]

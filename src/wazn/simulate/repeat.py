@@ -7,10 +7,10 @@ what all the others do. The result is exact, not an extrapolation: tests compare
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wazn.timeline.events import LAYER, PASS, Part, Segment
+from wazn.timeline.events import LAYER, PASS, Part, Segment, Tag
 
 __all__ = ["LayerPlan", "NotRepeatable", "expand", "plan_layers"]
 
@@ -221,26 +221,37 @@ class _Expansion:
         )
 
     def _outside(self, segment: Segment) -> Segment:
-        """What happens to a block of the middle from outside the layers happens to all its repetitions."""
-        block_ids: list[int] = []
-        sizes: list[int] = []
-        tags = []
+        """What happens to the middle from outside the layers happens to all its repetitions, one after the other."""
+        rows: list[tuple[int, int, Tag]] = []
+        run: list[tuple[int, int, Tag]] = []  # consecutive rows about the middle
+        downward = False
         for block_id, size, tag in zip(segment.block_ids, segment.sizes, segment.tags, strict=True):
             layer = _layer_of(block_id)
-            copies = self.times if self.first_middle <= layer < self.first_last else 1
-            start = block_id + self.up if layer >= self.first_last else block_id
-            for copy in range(copies):
-                block_ids.append(start + copy * self.block)
-                sizes.append(size)
-                tags.append(tag)
+            if self.first_middle <= layer < self.first_last:
+                run.append((block_id, size, tag))
+                continue
+            rows += self._run_repeated(run, downward=downward)
+            run = []
+            downward = layer >= self.first_last
+            rows.append((block_id + self.up if downward else block_id, size, tag))
+        rows += self._run_repeated(run, downward=downward)
         return Segment(
             phase=segment.phase,
             step=segment.step,
             layer=None,
-            block_ids=block_ids,
-            sizes=sizes,
-            tags=tags,
+            block_ids=[row[0] for row in rows],
+            sizes=[row[1] for row in rows],
+            tags=[row[2] for row in rows],
         )
+
+    def _run_repeated(
+        self, run: list[tuple[int, int, Tag]], *, downward: bool
+    ) -> Iterator[tuple[int, int, Tag]]:
+        """Yield a run for each repetition, beginning with the one whose neighbour came before."""
+        copies = range(self.times)
+        for copy in reversed(copies) if downward else copies:
+            for block_id, size, tag in run:
+                yield block_id + copy * self.block, size, tag
 
 
 def _layer_of(block_id: int) -> int:

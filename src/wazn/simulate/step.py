@@ -71,11 +71,11 @@ def simulate(
     was_enabled = gc.isenabled()
     gc.disable()  # a run makes many objects and no cycles that outlive it
     try:
-        if not every_layer:
+        for first_apart in () if every_layer else (False, True):
             try:
-                return _Run(setup, setup.plan()).run()
+                return _Run(setup, setup.plan(first_apart=first_apart)).run()
             except NotRepeatable:
-                pass
+                continue
         return _Run(setup, whole).run(every_step=every_layer)
     finally:
         if was_enabled:
@@ -94,11 +94,19 @@ class _Setup:
     capability: tuple[int, int]
     workspace_bytes: int
 
-    def plan(self) -> LayerPlan:
-        """Layers do the same when they have the same spec, the same checkpointing, and the same weights are trained."""
+    def plan(self, *, first_apart: bool) -> LayerPlan:
+        """Layers do the same when they have the same spec, the same checkpointing, and the same weights are trained.
+
+        first_apart: the first one is of its own kind, for what comes out of the embedding may be of another type.
+        """
         return plan_layers(
             [
-                (id(layer), is_checkpointed(self.recipe, index), self.trained.kind(index))
+                (
+                    id(layer),
+                    is_checkpointed(self.recipe, index),
+                    self.trained.kind(index),
+                    first_apart and index == 0,
+                )
                 for index, layer in enumerate(self.spec.layers)
             ]
         )
