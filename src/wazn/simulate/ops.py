@@ -361,21 +361,23 @@ def linear(
     *,
     out_features: int,
     is_matrix: bool = False,
+    conv1d: bool = False,
 ) -> Tensor:
     """torch.nn.functional.linear: mm, or addmm with a bias; under autocast its arguments are cast first.
 
     x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features]. The gradient of the weight is a
-    transposed view, and that of x a reshaped one unless x `is_matrix`.
+    transposed view, and that of x a reshaped one unless x `is_matrix`. conv1d: transformers' Conv1D, an addmm itself.
     """
-    cast_x, cast_weight = (
-        x,
-        weight,
-    )  # the caller's argument lives until the call returns, as does its cast
+    # the caller's argument lives until the call returns, as does its cast
+    cast_x, cast_weight = x, weight
     if tape.autocast_dtype is not None:
-        # the last argument is cast first: the compiler evaluates them from the right
-        bias = None if bias is None else autocast(tape, bias)
+        # the last argument is cast first: the compiler evaluates linear(x, weight, bias) and addmm(bias, x, weight) from the right
+        if bias is not None and not conv1d:
+            bias = autocast(tape, bias)
         cast_weight = autocast(tape, weight)
         cast_x = autocast(tape, x)
+        if bias is not None and conv1d:
+            bias = autocast(tape, bias)
     numel_x, numel_weight = x.numel, weight.numel
     need_x, need_weight, has_bias = x.requires_grad, weight.requires_grad, bias is not None
     is_matrix = is_matrix or tape.rows_are_flat
