@@ -60,7 +60,8 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The configuration, cut."""
         config = dict(resolve_model(self.model).mapping)
-        config["num_hidden_layers"] = self.layers
+        key = next(k for k in ("num_hidden_layers", "n_layer") if k in config)
+        config[key] = self.layers
         if isinstance(config.get("layer_types"), list):
             config["layer_types"] = config["layer_types"][: self.layers]
         return {**config, **dict(self.changes)}
