@@ -37,7 +37,9 @@ class LinearModule:
         if spec.subclass and self.bias is not None:
             out = linear(tape, x, self.weight, None, out_features=spec.out_features)
             return add(tape, out, self.bias)
-        return linear(tape, x, self.weight, self.bias, out_features=spec.out_features)
+        return linear(
+            tape, x, self.weight, self.bias, out_features=spec.out_features, conv1d=spec.conv1d
+        )
 
     def dense_weight(self, tape: Tape) -> Tensor:
         """Return the weight as it is."""
