@@ -8,8 +8,8 @@ from functools import partial
 
 from wazn.dtypes import FLOAT32, INT8, UINT8, Dtype
 from wazn.errors import Unsupported
+from wazn.model.parameters import Group, layer_parameters, outer_parameters
 from wazn.model.parameters import Parameter as Weight
-from wazn.model.parameters import layer_parameters, outer_parameters
 from wazn.model.spec import (
     AttentionSpec,
     LatentAttentionSpec,
@@ -37,7 +37,7 @@ from wazn.simulate.quantized import (
     QuantizationState,
     quantization_state,
 )
-from wazn.simulate.routing import HAS_CORRECTION_BUFFER, ROUTERS, Router
+from wazn.simulate.routing import HAS_CORRECTION_BUFFER, IN_FP32, ROUTERS, Router
 from wazn.simulate.tape import Parameter, Tape, Tensor
 from wazn.simulate.trained import Trained
 from wazn.timeline.events import Category
@@ -98,7 +98,8 @@ def load(
     outer = outer_parameters(spec)
     weights = Weights()
     for item in outer.before:
-        store.weight(weights, item, quantised_outside, trained.outside_layers(item.name))
+        is_outer_trained = trained.outside_layers(item.name)
+        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype)
     by_layer: list[Weights] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
@@ -106,7 +107,8 @@ def load(
         by_layer.append(store.layer(layer, quantised_layers[index], is_trained))
     tape.enter_layer(None)
     for item in outer.after:
-        store.weight(weights, item, quantised_outside, trained.outside_layers(item.name))
+        is_outer_trained = trained.outside_layers(item.name)
+        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype)
     adapters: list[dict[str, Parameter]] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
@@ -182,10 +184,11 @@ class _Store:
         self, layer: LayerSpec, quantised: QuantisedNames, is_trained: Callable[[str], bool]
     ) -> Weights:
         """Return the weights of a layer."""
-        weights = Weights()
+        weights, moe = Weights(), layer.mlp
+        router_in_fp32 = isinstance(moe, MoeSpec) and moe.flavour in IN_FP32
         for item in layer_parameters(layer):
-            self.weight(weights, item, quantised, is_trained(item.name))
-        moe = layer.mlp
+            dtype = FLOAT32 if router_in_fp32 and item.group is Group.ROUTER else self.dtype
+            self.weight(weights, item, quantised, is_trained(item.name), dtype)
         if isinstance(moe, MoeSpec) and moe.flavour in HAS_CORRECTION_BUFFER:
             weights.buffers["correction"] = self.tape.new_tagged(
                 moe.num_experts, FLOAT32, Category.WEIGHTS, f"{moe.router.name}.correction"
@@ -193,12 +196,17 @@ class _Store:
         return weights
 
     def weight(
-        self, weights: Weights, item: Weight, quantised: QuantisedNames, requires_grad: bool
+        self,
+        weights: Weights,
+        item: Weight,
+        quantised: QuantisedNames,
+        requires_grad: bool,
+        dtype: Dtype,
     ) -> None:
         """Allocate one weight, and its constants where it is quantised."""
         owner, _, kind = item.name.rpartition(".")
         linear = quantised.get(owner)
-        numel, dtype, shape = item.num_elements, self.dtype, item.shape
+        numel, shape = item.num_elements, item.shape
         if self.quantization is not None and linear is not None:
             dtype = compute_dtype(self.recipe)  # of a bias, from the first forward pass on
             if kind == "weight":

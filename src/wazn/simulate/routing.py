@@ -28,6 +28,7 @@ from wazn.simulate.tape import Tape, Tensor
 
 __all__ = [
     "HAS_CORRECTION_BUFFER",
+    "IN_FP32",
     "ROUTERS",
     "Router",
     "clamp_one_side",
@@ -300,5 +301,7 @@ ROUTERS: dict[str, Callable[[Tape, Router, Tensor], Routed]] = {
     "minimax_m2": minimax_m2,
 }
 
+# families whose router stays in fp32 in any model (`_keep_in_fp32_modules_strict`)
+IN_FP32 = frozenset(("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"))
 # families whose correction of the scores is a buffer
 HAS_CORRECTION_BUFFER = frozenset(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"))
