@@ -8,7 +8,8 @@ import pytest
 
 from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
-from wazn.trace.step import Recipe, Rehearsal, main, rehearse
+from wazn.trace.rehearsal import Rehearsal, signed_rounded
+from wazn.trace.step import Recipe, main, rehearse
 
 # mistralai/Mistral-7B-v0.1, config.json
 MISTRAL_7B: dict[str, Any] = {
@@ -39,12 +40,7 @@ CUBLAS_BYTES = 2 * 8_519_680
 
 def level_after(rehearsal: Rehearsal, step: int) -> int:
     """Return what is allocated once the step is over."""
-    return sum(
-        (event.num_bytes > 0) * 2 * -(-abs(event.num_bytes) // 512) * 512
-        - -(-abs(event.num_bytes) // 512) * 512
-        for event in rehearsal.events
-        if event.step <= step
-    )
+    return sum(signed_rounded(event.num_bytes) for event in rehearsal.events if event.step <= step)
 
 
 def test_full_fine_tuning_of_mistral_7b_as_it_was_measured() -> None:
@@ -163,3 +159,39 @@ def test_the_rehearsal_is_a_timeline() -> None:
         Category.WORKSPACES,
         Category.INPUTS,
     }
+
+
+def level_before_the_loss(rehearsal: Rehearsal) -> int:
+    """Return what is allocated when the first step comes to its loss."""
+    level = 0
+    for event in rehearsal.events:
+        if event.phase == "loss":
+            break
+        level += signed_rounded(event.num_bytes)
+    return level
+
+
+def test_checkpointing_by_operation_keeps_every_other_product_and_attention() -> None:
+    """torchtitan's policy: of q, k, v, o, gate, up and down the odd ones, and what attention returned.
+
+    512 tokens; heads of 64, 4 of queries and 2 of keys; two layers.
+    """
+    whole, selective = (
+        level_before_the_loss(rehearse(TINY, Recipe(seq_len=512, checkpointing=name)))
+        for name in ("full", "selective-op")
+    )
+    products = 512 * (256 + 128 + 512 + 256) * 2  # q, v, gate, down
+    attention = 512 * 256 * 2 + 4 * 512 * 4 + 512 + 512
+    assert selective - whole == 2 * (products + attention)
+
+
+def test_every_second_layer_is_checkpointed() -> None:
+    """With two layers and every second checkpointed, one of them keeps its activations.
+
+    The first checkpoint also holds on to the position ids, 512 of 8 bytes, which are let go of without one.
+    """
+    none, every, whole = (
+        level_before_the_loss(rehearse(TINY, Recipe(seq_len=512, checkpointing=name)))
+        for name in ("none", "every-n", "full")
+    )
+    assert none - every + 512 * 8 == every - whole

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from wazn.timeline.events import Category, Phase
+from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.optimizers import make_optimizer
 from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
@@ -53,7 +54,8 @@ class Recipe:
     micro_batch: int = 1
     seq_len: int = 2048
     grad_accum: int = 1
-    checkpointing: str = "none"  # none | full | full-reentrant
+    checkpointing: str = "none"  # none | full | full-reentrant | every-n | selective-op
+    checkpoint_every: int = 2
     # the embeddings' output requires gradients; None: where reentrant checkpointing needs it
     input_grads: bool | None = None
     attention: str = "sdpa"
@@ -112,14 +114,12 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
         if recipe.method in ("lora", "qlora"):
             model = _with_adapters(model, recipe)
     model.train()
-    if recipe.checkpointing != "none":
-        reentrant = recipe.checkpointing == "full-reentrant"
-        switch_on = getattr(model, "activation_checkpointing_enable", None)
-        (switch_on or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
-        if recipe.method != "full" and (
-            reentrant if recipe.input_grads is None else recipe.input_grads
-        ):
-            model.enable_input_require_grads()
+    switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
+    needs_input_grads = recipe.input_grads
+    if needs_input_grads is None:
+        needs_input_grads = recipe.checkpointing == "full-reentrant"
+    if recipe.method != "full" and needs_input_grads:
+        model.enable_input_require_grads()
     return model
 
 
