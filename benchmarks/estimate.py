@@ -2,8 +2,8 @@
 
     python benchmarks/estimate.py [--repeat 25] [--check]
 
-    peak      two optimizer steps on the tape, and their highest point (`simulate`, `timeline.breakdown.peak`)
-    answer    options, tape, caching allocator, breakdown (`estimation.estimate.weigh`)
+    peak      options, two optimizer steps on the tape, their highest point (`run_through`, `timeline.breakdown.peak`)
+    answer    the same with the caching allocator, and all that an estimate says (`weigh`)
 
 Models are read beforehand and everything has run once. Prints medians of the processor time, which a busy machine
 does not lengthen much; `--check` fails where one is beyond its bound.
@@ -17,15 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from wazn.estimation.estimate import weigh
-from wazn.estimation.options import Options, resolve
-from wazn.estimation.targets import adapted_names
+from wazn.estimation.estimate import run_through, weigh
+from wazn.estimation.options import Options
 from wazn.facts.models import resolve_model, spec_of
-from wazn.facts.stacks import resolve_stack
 from wazn.model.spec import ModelSpec
-from wazn.simulate.step import simulate
-from wazn.timeline.breakdown import peak
+from wazn.timeline.breakdown import Peak, peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +56,9 @@ def median_ms(function: Callable[[], object], repeat: int) -> float:
     return statistics.median(times) * 1000
 
 
-def peak_of(spec: ModelSpec, options: Options) -> Callable[[], object]:
-    """Return the call that finds the peak; what the options mean is resolved beforehand."""
-    habits = resolve_stack(options.stack or "hf", family=spec.family)
-    recipe = resolve(options, habits, None).recipe
-    targets = adapted_names(spec, recipe).linears
-
-    def call() -> object:
-        return peak(simulate(spec, recipe, habits, targets).timeline)
-
-    return call
+def peak_of(spec: ModelSpec, options: Options) -> Peak:
+    """Return the highest point of two optimizer steps."""
+    return peak(run_through(spec, options, None).simulation.timeline)
 
 
 def main() -> int:
@@ -80,8 +71,8 @@ def main() -> int:
     for case in CASES:
         spec = spec_of(resolve_model(case.model))
         answer = weigh(spec, case.options)
-        peak_ms = median_ms(peak_of(spec, case.options), arguments.repeat)
-        answer_ms = median_ms(lambda: weigh(spec, case.options), arguments.repeat)  # noqa: B023
+        peak_ms = median_ms(partial(peak_of, spec, case.options), arguments.repeat)
+        answer_ms = median_ms(partial(weigh, spec, case.options), arguments.repeat)
         slow = slow or peak_ms > case.most_peak_ms or answer_ms > case.most_answer_ms
         name = f"{case.model} {answer.recipe.method} checkpointing {answer.recipe.checkpointing}"
         events = sum(
