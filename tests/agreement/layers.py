@@ -92,9 +92,7 @@ def real_layer(
 ) -> OpTrace:
     """Measure the real layer."""
     world = World()
-    layer = RealLayer(
-        world, config, index=index, dtype=dtype, attention=attention, trained=trained
-    )
+    layer = RealLayer(world, config, index=index, dtype=dtype, attention=attention, trained=trained)
     x = Spec((batch, length, _hidden_size(config)), dtype, requires_grad=True)
     return measure_op(layer, x, world=world, autocast=autocast)
 

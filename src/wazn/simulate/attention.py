@@ -143,6 +143,10 @@ class AttentionModule:
         rotated_keys, values = rotated, layout
         if spec.num_kv_heads == 1:  # a single head is both orders at once
             rotated_keys = values = GradientLayout()
+        elif rotated is layout and context.micro_batch == 1 and spec.num_kv_heads == spec.num_heads:
+            rotated_keys = (
+                GradientLayout()
+            )  # what a product gives for transposed keys can be viewed
         if spec.fused is not None:
             qkv = self.projections[0](tape, x)
             return _cut_fused(tape, qkv, spec, rotated, rotated_keys, values)

@@ -425,17 +425,18 @@ def scaled_dot_product_attention(
             mask = tape.new(mask.numel // shape.seq_len * round_up(shape.seq_len, 8), mask.dtype)
         out = sdpa_efficient(tape, query, key, value, mask, shape, capability=capability)
         return out, False
-    out = sdpa_math(
-        tape,
-        query,
-        key,
-        value,
-        mask,
-        shape,
-        probability=probability,
-        heads_first=heads_first,
-        enable_gqa=enable_gqa,
-    )
+    with tape.autocast(None):  # inside the operator
+        out = sdpa_math(
+            tape,
+            query,
+            key,
+            value,
+            mask,
+            shape,
+            probability=probability,
+            heads_first=heads_first,
+            enable_gqa=enable_gqa,
+        )
     layout.heads_first = shape.num_heads > 1
     return out, True
 

@@ -5,7 +5,7 @@ Shapes as in `attention`. All of them return the result [B, S, H] and the attent
 
 from __future__ import annotations
 
-from wazn.dtypes import BOOL, FLOAT32
+from wazn.dtypes import BOOL, FLOAT32, Dtype
 from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
 from wazn.simulate.attention_kernels import (
@@ -104,7 +104,7 @@ class FalconAttention(_OwnAttention):
                 )
             out = flash_attn(tape, query, key, value, shape)
         elif context.attention is Attention.EAGER:
-            out, weights = self._eager(context, query, key, value, shape)
+            out, weights = self._eager(context, query, key, value, shape, x.dtype)
         else:
             out, heads_first = scaled_dot_product_attention(
                 tape,
@@ -143,15 +143,21 @@ class FalconAttention(_OwnAttention):
         return query, key, value
 
     def _eager(
-        self, context: Context, query: Tensor, key: Tensor, value: Tensor, shape: Shape
+        self,
+        context: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shape: Shape,
+        dtype: Dtype,
     ) -> Attended:
+        """dtype: of the hidden states, in which the softmax is."""
         tape, spec = context.tape, self.spec
         groups = shape.num_heads // shape.num_kv_heads
         numel = shape.num_rows * shape.seq_len
         scores = matmul_heads(
             tape, query, key, shape, numel=numel, copy_a=True, copy_b=True, groups=groups
         )
-        dtype = query.dtype if tape.autocast_dtype is None else tape.autocast_dtype
         if spec.alibi:
             assert context.alibi is not None
             matmul_result = scores  # noqa: F841 - a name of the real code, alive to its end
@@ -283,7 +289,7 @@ class GptNeoAttention(_OwnAttention):
         is_eager = context.attention is not Attention.FLASH
         query = q_proj(tape, x)
         key = k_proj(tape, x)
-        if is_eager:
+        if is_eager and context.micro_batch > 1:
             key = to_heads(tape, key, HEADS_FIRST)
         value = v_proj(tape, x)
         tape.label = "attention"

@@ -99,9 +99,10 @@ def opt(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
         x = first(tape, x)
     x = view(tape, x)
     residual = x
-    if before:
-        x = second(tape, x)
-    x = layer.mlp(context, x)
+    held = [second(tape, x) if before else x]
+    del x
+    # fc1 and fc2 are called right here, nobody else holds the norm's result; a call of an object would
+    x = layer.mlp.__call__(context, held.pop())
     tape.label = "residual"
     x = dropout(tape, x, spec.residual_dropout)
     x = view(tape, add(tape, residual, x))

@@ -7,6 +7,7 @@ EXAONE 3 and InternLM 3 have configurations of their own and run Llama's code th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from wazn.model.families.common import (
@@ -412,12 +413,14 @@ def internlm3(c: Fields) -> ModelSpec:
 def seed_oss(c: Fields) -> ModelSpec:
     """Seed-OSS: Llama with dropout on both branches."""
     s = sizes(c)
-    attention = llama_attention(c, s, output_bias=c.flag("attention_out_bias"))
+    dropout = c.probability("residual_dropout")
+    attention = llama_attention(
+        c, s, output_bias=c.flag("attention_out_bias"), output_dropout=dropout
+    )
     layer = pre_norm_layer(
         s,
         attention=attention,
-        mlp=llama_mlp(c, s, bias=c.flag("mlp_bias")),
-        residual_dropout=c.probability("residual_dropout"),
+        mlp=replace(llama_mlp(c, s, bias=c.flag("mlp_bias")), dropout=dropout),
     )
     return uniform(c, s, layer)
 
