@@ -12,9 +12,10 @@ from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.estimation.answer import OutsideLine, Verdict
 from wazn.estimation.estimate import MICRO_BATCHES_RUN, fit_of
 from wazn.estimation.options import Options, resolve
-from wazn.facts.models import load_model
+from wazn.facts.models import list_models, load_model
 from wazn.facts.stacks import resolve_stack
 from wazn.model.config import supported_families
+from wazn.model.lora import adapted, count_lora_parameters
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Category, Part, Phase, Segment, Tag, Timeline
 from wazn.timeline.replay import replay
@@ -235,3 +236,27 @@ def test_what_k_bit_preparation_costs() -> None:
     not_quantised = 2 * 128_256 * 4096 + 65 * 4096
     assert left.weights_bytes == (LLAMA_3_1_8B - not_quantised) // 2 + 2 * not_quantised
     assert turned.weights_bytes == left.weights_bytes + 2 * not_quantised
+
+
+FAMILIES = {model.family: model.id for model in reversed(list_models())}
+
+
+@pytest.mark.parametrize("family", sorted(set(supported_families()) & set(FAMILIES)))
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+def test_what_is_trained_on_the_tape_is_what_peft_makes(family: str, targets: str) -> None:
+    """The adapters that a run holds are those that are counted (and compared with peft) elsewhere, 4 bytes each."""
+    try:
+        answer = wazn.estimate(FAMILIES[family], targets=targets, rank=8, seq_len=64)
+    except Unsupported as refusal:
+        pytest.skip(refusal.message)
+    expected = count_lora_parameters(adapted(answer.spec, targets), rank=8)
+    assert answer.model.num_trainable_parameters == expected
+    assert answer.resident.adapter_bytes == 4 * expected
+    assert answer.resident.gradients_bytes == 4 * expected
+
+
+def test_modules_that_are_trained_whole() -> None:
+    """A copy of the embedding is trained beside the adapters of Llama-3.1-8B, in the type of the original."""
+    answer = wazn.estimate("llama-3.1-8b", modules_to_save="embed_tokens")
+    assert answer.model.num_trainable_parameters == 41_943_040 + 128_256 * 4096
+    assert answer.resident.adapter_bytes == 4 * 41_943_040 + 2 * 128_256 * 4096

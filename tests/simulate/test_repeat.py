@@ -144,7 +144,7 @@ def test_repetition_is_exact_where_the_norms_come_last(method: str) -> None:
     spec = load_model("allenai/OLMo-2-0425-1B")
     habits = resolve_stack("hf", family=spec.family)
     recipe = resolve(Options(method=method, seq_len=512), habits).recipe
-    targets = adapted_names(spec, recipe).linears
+    targets = adapted_names(spec, recipe).names
     once, each = (
         simulate(spec, recipe, habits, targets, every_layer=every).timeline
         for every in (False, True)

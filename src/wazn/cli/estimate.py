@@ -54,6 +54,12 @@ class _Estimate(Command):
     "--lora-dropout", type=DECIMAL, group="Method", help="Dropout of the adapters. [default: 0]"
 )
 @option(
+    "--modules-to-save",
+    metavar="NAMES",
+    group="Method",
+    help="Modules that are trained whole beside the adapters, such as embed_tokens,lm_head.",
+)
+@option(
     "--quantization",
     metavar="NAME",
     group="Method",

@@ -35,8 +35,9 @@ from wazn.facts.notes import Note
 from wazn.facts.overheads import blas_workspace, cuda_context
 from wazn.facts.stacks import resolve_stack
 from wazn.model.parameters import count_parameters
-from wazn.model.spec import ModelSpec
+from wazn.model.spec import AttentionSpec, ModelSpec
 from wazn.recipe import Attention, Recipe
+from wazn.simulate.rotary import ROTARY
 from wazn.simulate.step import Simulation, simulate
 from wazn.timeline.events import Category, Phase, Timeline
 from wazn.timeline.replay import Replay, replay
@@ -193,12 +194,13 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
     _refuse_absurd(spec, recipe)
+    _refuse_unknown_rotary(spec)
     targets = adapted_names(spec, recipe)
     simulation = simulate(
         spec,
         replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN)),
         habits,
-        targets.linears,
+        targets.names,
         capability=_capability(gpu),
         workspace_bytes=blas_workspace(gpu).num_bytes,
     )
@@ -223,6 +225,18 @@ def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
             f"{largest // 10**12:,} TB",
             hint="lower `--micro-batch` or `--seq-len`",
         )
+
+
+def _refuse_unknown_rotary(spec: ModelSpec) -> None:
+    """Raises: Unsupported for a model whose weights are counted, and whose own code was not read."""
+    for attention in {
+        layer.attention for layer in {id(layer): layer for layer in spec.layers}.values()
+    }:
+        if isinstance(attention, AttentionSpec) and attention.rotary_code not in ROTARY:
+            raise Unsupported(
+                f"the rotary embedding of `{spec.family}` is counted, and not run yet",
+                hint="a model of another family with about the same sizes gives a near figure",
+            )
 
 
 def _outside(gpu: Gpu | None, managed_bytes: int) -> tuple[OutsideLine, ...]:

@@ -61,6 +61,7 @@ class Options:
     targets: str | None = None
     dora: bool | None = None
     lora_dropout: float | None = None
+    modules_to_save: str | None = None
     quantization: str | None = None
     double_quant: bool | None = None
     kbit_preparation: bool | None = None
@@ -105,6 +106,7 @@ class Options:
 
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
 _TEXT: tuple[type | tuple[type, ...], str] = (str, f"text of at most {_LONGEST_TEXT} characters")
+_OF_ADAPTERS = ("rank", "targets", "dora", "lora_dropout", "modules_to_save")
 _COUNTS = ("rank", "micro_batch", "seq_len", "grad_accum", "gpus", "nodes", "tp", "pp", "cp", "ep")
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(_COUNTS, (int, "a whole number")),
@@ -258,7 +260,7 @@ class _Resolver:
     def adapter(self, method: Method) -> Adapter | None:
         options = self.options
         if method not in (Method.LORA, Method.QLORA):
-            for name in ("rank", "targets", "dora", "lora_dropout", "adapter_dtype"):
+            for name in (*_OF_ADAPTERS, "adapter_dtype"):
                 if getattr(options, name) not in (None, False):
                     raise InputError(
                         f"`{as_option(name)}` is for `--method lora` and `--method qlora`, "
@@ -278,6 +280,7 @@ class _Resolver:
             targets=targets,
             dora=self.take("dora", options.dora, wazn=False),
             dropout=dropout,
+            modules_to_save=_patterns(options.modules_to_save),
         )
 
     def quantization(self, method: Method) -> Quantization | None:

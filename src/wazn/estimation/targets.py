@@ -1,4 +1,4 @@
-"""Which linears of the tape carry adapters: the targets of a recipe, on this model."""
+"""What carries adapters on the tape: the targets of a recipe, on this model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["AdaptedNames", "adapted_names"]
 
 
 class AdaptedNames(NamedTuple):
-    """Names of linears below their layer, and the targets that match nothing."""
+    """Names, below their layer, of linears and of stacked parameters; and the targets that match nothing."""
 
-    linears: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     unmatched: tuple[str, ...] = ()
 
 
@@ -28,10 +28,15 @@ def adapted_names(spec: ModelSpec, recipe: Recipe) -> AdaptedNames:
     if adapter is None:
         return AdaptedNames()
     from wazn.model.linears import layer_linears  # only adapters pay for these
-    from wazn.model.lora import TargetKind, adapted, check_adapter
+    from wazn.model.lora import adapted, check_adapter
 
     try:
-        found = adapted(spec, ",".join(adapter.targets), fused_experts=recipe.fused_experts)
+        found = adapted(
+            spec,
+            ",".join(adapter.targets),
+            fused_experts=recipe.fused_experts,
+            modules_to_save=adapter.modules_to_save,
+        )
     except InputError as error:
         raise InputError(f"`--targets`: {error.message}", hint=error.hint) from None
     try:
@@ -45,13 +50,6 @@ def adapted_names(spec: ModelSpec, recipe: Recipe) -> AdaptedNames:
             hint=f"leave `{name}` out of `--targets`",
         )
     distinct = {id(layer): layer for layer in found.layers}.values()
-    for layer in distinct:
-        for target in layer:
-            if target.kind is not TargetKind.LINEAR:
-                raise Unsupported(
-                    f"adapters on stacked experts cannot be weighed yet (`{target.name}`)",
-                    hint="`--targets attention`",
-                )
     everywhere = frozenset(target.name for layer in distinct for target in layer)
     pairs = {(id(a), id(b)): (a, b) for a, b in zip(spec.layers, found.layers, strict=True)}
     for layer_spec, layer in pairs.values():
@@ -62,4 +60,4 @@ def adapted_names(spec: ModelSpec, recipe: Recipe) -> AdaptedNames:
                 "adapters on some of several equal layers cannot be weighed yet",
                 hint="choose targets by module, such as `q_proj,v_proj`",
             )
-    return AdaptedNames(linears=everywhere, unmatched=found.unmatched)
+    return AdaptedNames(names=everywhere, unmatched=found.unmatched)

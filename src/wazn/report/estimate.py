@@ -134,6 +134,8 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
         method += f", {'DoRA ' if adapter.dora else ''}rank {adapter.rank} on "
         method += ",".join(adapter.targets)
         method += f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+        saved = ",".join(adapter.modules_to_save)
+        method += f", {saved} trained whole" if saved else ""
     for word, patterns in (("training", recipe.trainable), ("freezing", recipe.freeze)):
         method += f", {word} {','.join(patterns)}" if patterns else ""
     accumulation = f" x {recipe.grad_accum} micro-batches" if recipe.grad_accum > 1 else ""
