@@ -10,7 +10,12 @@ from bitsandbytes.functional import quantize_4bit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from wazn.trace.opcheck import Spec, measure_op
-from wazn.trace.quantized import give_quant_states, quantise_linears, quantised_linears
+from wazn.trace.quantized import (
+    give_quant_states,
+    quantise_linears,
+    quantise_linears_8bit,
+    quantised_linears,
+)
 from wazn.trace.world import World
 
 HIDDEN, INNER = 256, 512
@@ -78,7 +83,9 @@ def test_the_head_and_the_embeddings_stay_as_they_are() -> None:
 
 
 def test_double_quantisation_costs_an_eighth_of_a_bit() -> None:
-    """8/64 + 32/(64 x 256) = 0.127 bit per value for the constants (QLoRA, section 3), 4 bits for the value itself."""
+    """8/64 + 32/(64 x 256) = 0.127 bit per value for the constants (QLoRA, section 3), 4 bits for the
+    value itself.
+    """
     model = tiny_llama()
     quantise_linears(model, double_quant=True)
     with World() as world:
@@ -116,3 +123,29 @@ def test_a_4bit_layer_saves_nothing_and_spells_out_its_weight_twice(double_quant
     else:
         assert forward == [weight, out]
         assert backward == [weight, grad]
+
+
+def test_an_8bit_layer_keeps_its_input() -> None:
+    """MatMul8bitLt saves its input; the weight is one byte per value, and its scales one fp32 per output.
+
+    Forward: the input in fp16, quantised with an fp32 scale per row, the product in int32 and in fp16, the
+    result. Backward: the weight in the input's type, its scales, the gradient. `MatMul8bitLt` in
+    bitsandbytes/autograd/_functions.py.
+    """
+    model = tiny_llama()
+    quantise_linears_8bit(model)
+    with World() as world:
+        world.materialise(model)
+        give_quant_states(model)
+        layer = model.model.layers[0].mlp.up_proj
+        assert (layer.weight.numel(), layer.weight.element_size()) == (HIDDEN * INNER, 1)
+        assert (layer.state.SCB.numel(), layer.state.SCB.element_size()) == (INNER, 4)
+        x = Spec((1, 2048, HIDDEN), requires_grad=True)
+        trace = measure_op(lambda y: layer(y * 2), x, world=world)
+    rows, values = 2048, 2048 * HIDDEN
+    half, product = values * 2, rows * INNER
+    assert trace.saved_bytes == half  # y * 2
+    forward = [size for size in trace.changes("forward") if size > 0]
+    assert forward == [half, half, values, rows * 4, product * 4, product * 2, product * 2]
+    backward = [size for size in trace.changes("backward") if size > 0]
+    assert backward == [HIDDEN * INNER * 2, INNER * 4, half, half]

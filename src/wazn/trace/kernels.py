@@ -259,6 +259,19 @@ def _gemm_4bit(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
     return Workspace(before=(*before, ("weight", weight_bytes)))
 
 
+def _int8_scaled_mm(named: dict[str, Any], capability: tuple[int, int]) -> Workspace:
+    """The product in int32, and its value in fp16 where the result is of another type.
+
+    Source: bitsandbytes 0.50, `int8_linear_matmul` and `int8_mm_dequant` in backends/cuda/ops.py.
+    """
+    inputs: torch.Tensor = named["A"]
+    numel = inputs.numel() // inputs.shape[-1] * named["B"].shape[0]
+    product = ("product in int32", numel * 4)
+    if named.get("dtype") in (None, torch.float16):
+        return Workspace(before=(product,))
+    return Workspace(before=(product, ("value in fp16", numel * 2)))
+
+
 _ATEN = torch.ops.aten
 _RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _sdpa_flash_backward,
@@ -270,4 +283,7 @@ _RULES: dict[Any, Callable[[dict[str, Any], tuple[int, int]], Workspace]] = {
 }
 
 # Operators of other packages, which may not be imported here.
-_RULES_BY_NAME = {"bitsandbytes.gemm_4bit.default": _gemm_4bit}
+_RULES_BY_NAME = {
+    "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+    "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm,
+}

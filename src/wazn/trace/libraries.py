@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-__all__ = ["foreach_by_default", "modules_can_move", "real_to_transformers"]
+__all__ = ["bitsandbytes_on_cuda", "foreach_by_default", "modules_can_move", "real_to_transformers"]
 
 
 @contextmanager
@@ -100,3 +100,20 @@ def foreach_by_default() -> Iterator[None]:
         optimizer._get_foreach_kernels_supported_devices = original
         for names in types:
             names.remove(FakeTensor)
+
+
+@contextmanager
+def bitsandbytes_on_cuda() -> Iterator[None]:
+    """Let 8-bit layers in training take the product that they take on CUDA; on the CPU they dequantise
+    their weight.
+    """
+    functions = sys.modules.get("bitsandbytes.autograd._functions")
+    original = getattr(functions, "MatMul8bitFp", None)
+    if functions is None or original is None:
+        yield
+        return
+    functions.__dict__["MatMul8bitFp"] = functions.__dict__["MatMul8bitLt"]
+    try:
+        yield
+    finally:
+        functions.__dict__["MatMul8bitFp"] = original

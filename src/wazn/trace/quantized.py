@@ -9,6 +9,7 @@ quantization the scales are bytes, with one fp32 scale for 256 of them, a table 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,31 +17,31 @@ import torch
 from wazn.trace.tracker import DEVICE
 from wazn.units import ceil_div
 
-__all__ = ["give_quant_states", "prepare_kbit", "quantise_linears", "quantised_linears"]
+__all__ = [
+    "give_quant_states",
+    "prepare_kbit",
+    "quantise_linears",
+    "quantise_linears_8bit",
+    "quantised_linears",
+]
 
 _BLOCK = 64
 _NESTED_BLOCK = 256
 
 
 def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4") -> None:
-    """Replace the linear layers that `transformers` replaces, in a model on `meta`; their data is packed,
-    without states.
+    """Replace the linear layers that `transformers` replaces by 4-bit ones, in a model on `meta`.
 
-    The output head, tied weights and fused experts stay as they are.
+    Their data is packed, without states. The output head, tied weights and fused experts stay as they are.
     """
     from bitsandbytes.nn import Linear4bit
-    from transformers.pytorch_utils import Conv1D
 
-    head, dtype = model.get_output_embeddings(), model.dtype
-    for name, module in list(model.named_modules()):
-        if module is head or type(module) not in (torch.nn.Linear, Conv1D):
-            continue
-        is_linear = type(module) is torch.nn.Linear
-        shape = module.weight.shape if is_linear else module.weight.shape[::-1]
+    dtype = model.dtype
+    for name, shape, has_bias in _linears(model):
         layer = Linear4bit(
             shape[1],
             shape[0],
-            module.bias is not None,
+            has_bias,
             compute_dtype=dtype,
             compress_statistics=double_quant,
             quant_type=quant_type,
@@ -49,6 +50,40 @@ def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4")
         _pack(layer, dtype=dtype, double_quant=double_quant, quant_type=quant_type)
         model.set_submodule(name, layer)
     model.is_loaded_in_4bit = model.is_quantized = True
+
+
+def quantise_linears_8bit(model: Any) -> None:
+    """Replace the same layers by 8-bit ones, without decomposition of outliers (whose number depends on
+    data).
+    """
+    from bitsandbytes.nn import Linear8bitLt
+
+    dtype = model.dtype
+    for name, shape, has_bias in _linears(model):
+        layer = Linear8bitLt(
+            shape[1], shape[0], has_bias, has_fp16_weights=False, threshold=0.0, device="meta"
+        )
+        weight = torch.empty(shape, dtype=torch.int8, device="meta")
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.weight.CB = layer.weight.SCB = None
+        layer.weight.has_fp16_weights = False
+        if layer.bias is not None:
+            layer.bias = torch.nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+        model.set_submodule(name, layer)
+    model.is_loaded_in_8bit = model.is_quantized = True
+
+
+def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """Yield the name, the shape (outputs, inputs) and whether there is a bias, of every layer to replace."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if module is not head and type(module) in (torch.nn.Linear, Conv1D):
+            first, second = module.weight.shape
+            is_transposed = type(module) is Conv1D
+            shape = (second, first) if is_transposed else (first, second)
+            yield name, shape, module.bias is not None
 
 
 def quantised_linears(model: Any) -> list[Any]:
@@ -70,8 +105,15 @@ def _pack(layer: Any, *, dtype: torch.dtype, double_quant: bool, quant_type: str
 
 
 def give_quant_states(model: Any) -> list[torch.Tensor]:
-    """Give every 4-bit layer of a model with fake storages its state; returns the states' tensors."""
+    """Give every quantised layer of a model with fake storages its state; returns the states' tensors."""
+    from bitsandbytes.nn import Linear8bitLt
+
     made: list[torch.Tensor] = []
+    for layer in model.modules():
+        if isinstance(layer, Linear8bitLt):
+            layer.state.CB = layer.weight.data
+            layer.state.SCB = _empty((layer.out_features,), torch.float32)
+            made.append(layer.state.SCB)
     for layer in quantised_linears(model):
         state, tensors = _quant_state(layer)
         layer.weight.quant_state = layer.quant_state = state

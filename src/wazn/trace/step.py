@@ -23,7 +23,12 @@ from wazn.timeline.events import Category, Phase
 from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.optimizers import make_optimizer
-from wazn.trace.quantized import give_quant_states, prepare_kbit, quantise_linears
+from wazn.trace.quantized import (
+    give_quant_states,
+    prepare_kbit,
+    quantise_linears,
+    quantise_linears_8bit,
+)
 from wazn.trace.rehearsal import Rehearsal, signed_rounded
 from wazn.trace.tracker import DEVICE, StorageTracker, tensors_in
 from wazn.trace.world import World
@@ -43,6 +48,7 @@ class Recipe:
     targets: str | tuple[str, ...] = "all-linear"
     lora_dropout: float = 0.0
     dora: bool = False
+    quantization: str = "nf4"  # of qlora: nf4 | fp4 | int8
     double_quant: bool = True
     # peft.prepare_model_for_kbit_training: norms, embeddings and head are raised to fp32
     prepare_kbit: bool = True
@@ -108,7 +114,12 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
             **{_dtype_option(): getattr(torch, recipe.weight_dtype)},
         )
         if recipe.method == "qlora":
-            quantise_linears(model, double_quant=recipe.double_quant)
+            if recipe.quantization == "int8":
+                quantise_linears_8bit(model)
+            else:
+                quantise_linears(
+                    model, double_quant=recipe.double_quant, quant_type=recipe.quantization
+                )
             if recipe.prepare_kbit:
                 prepare_kbit(model)
         if recipe.method in ("lora", "qlora"):

@@ -23,7 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wazn.trace import kernels
 from wazn.trace.autocast import cuda_autocast
 from wazn.trace.habits import Habits
-from wazn.trace.libraries import foreach_by_default, modules_can_move, real_to_transformers
+from wazn.trace.libraries import (
+    bitsandbytes_on_cuda,
+    foreach_by_default,
+    modules_can_move,
+    real_to_transformers,
+)
 from wazn.trace.tracker import DEVICE, StorageTracker
 from wazn.units import ceil_div
 
@@ -68,6 +73,7 @@ class World:
         self._stack.enter_context(real_to_transformers())
         self._stack.enter_context(modules_can_move())
         self._stack.enter_context(foreach_by_default())
+        self._stack.enter_context(bitsandbytes_on_cuda())
         habits = Habits(self.tracker, capability=self.capability)
         self._stack.enter_context(habits.through_backward())
         self._stack.enter_context(habits)
