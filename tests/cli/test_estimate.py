@@ -159,6 +159,7 @@ WRONG = [
     (("llama-3.1-8b", "--parallel", "zero3"), "`--parallel zero3`"),
     (("llama-3.1-8b", "--offload", "all"), "`--offload all`"),
     (("llama-3.1-8b", "--loss", "fused"), "`--loss fused`"),
+    (("bigscience/bloom-560m", "--attention", "flash"), "`--attention eager`"),
     (("llama-3.1-8b", "--seqlen", "5"), "did you mean `--seq-len`"),
     ((), "the argument `MODEL` is missing"),
 ]  # fmt: skip

@@ -218,6 +218,13 @@ def test_notes_on_what_a_card_cannot_do() -> None:
     assert "outside-unknown" in notes(gpu="mi300x")
 
 
+def test_a_class_that_knows_eager_attention_only() -> None:
+    """GPT-OSS has sinks, which scaled_dot_product_attention does not know; Llama falls back to nothing."""
+    for model, falls_back in (("gpt-oss-20b", True), ("smollm2-135m", False)):
+        codes = [note.code for note in wazn.estimate(model, seq_len=64).notes]
+        assert ("attention-falls-back" in codes) is falls_back
+
+
 def test_notes_on_the_recipe() -> None:
     """Beyond the positions, accumulation, a target that matches nothing: each is said."""
     answer = wazn.estimate(

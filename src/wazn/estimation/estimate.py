@@ -50,6 +50,10 @@ TIGHT_FRACTION = 0.04  # of the usable memory; until there is an error band from
 MICRO_BATCHES_RUN = 3
 LARGEST_TENSOR_BYTES = 10**14  # no machine has it, and the sums beyond are nobody's question
 _FLOAT32_BYTES = 4
+_WITHOUT_FLASH = (
+    "bloom",
+    "mpt",
+)  # no `_supports_flash_attn` in their modeling files, transformers 5.24
 
 
 def estimate(
@@ -194,7 +198,7 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
     _refuse_absurd(spec, recipe)
-    _refuse_unknown_rotary(spec)
+    _refuse_what_the_class_has_not(spec, recipe)
     targets = adapted_names(spec, recipe)
     simulation = simulate(
         spec,
@@ -227,11 +231,15 @@ def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
         )
 
 
-def _refuse_unknown_rotary(spec: ModelSpec) -> None:
-    """Raises: Unsupported for a model whose weights are counted, and whose own code was not read."""
-    for attention in {
-        layer.attention for layer in {id(layer): layer for layer in spec.layers}.values()
-    }:
+def _refuse_what_the_class_has_not(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raises: InputError for flash attention where the class refuses it; Unsupported where its code was not read."""
+    if recipe.attention is Attention.FLASH and spec.family in _WITHOUT_FLASH:
+        raise InputError(
+            f"`--attention flash`: `{spec.family}` has none in transformers",
+            hint="`--attention eager`",
+        )
+    for layer in {id(layer): layer for layer in spec.layers}.values():
+        attention = layer.attention
         if isinstance(attention, AttentionSpec) and attention.rotary_code not in ROTARY:
             raise Unsupported(
                 f"the rotary embedding of `{spec.family}` is counted, and not run yet",

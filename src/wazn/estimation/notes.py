@@ -6,8 +6,9 @@ from wazn.cluster import Gpu, limitations
 from wazn.dtypes import BFLOAT16, FLOAT32
 from wazn.estimation.answer import Fit, OutsideLine, Verdict
 from wazn.facts.notes import Note
-from wazn.model.spec import ModelSpec, MoeSpec
+from wazn.model.spec import AttentionSpec, ModelSpec, MoeSpec
 from wazn.recipe import Attention, Quantization, Recipe
+from wazn.simulate.attention import implementation
 
 __all__ = ["notes_on"]
 
@@ -65,6 +66,13 @@ def _on_recipe(spec: ModelSpec, recipe: Recipe) -> list[Note]:
     if spec.max_positions is not None and recipe.seq_len > spec.max_positions:
         params = {"seq_len": recipe.seq_len, "max_positions": spec.max_positions}
         notes.append(Note(code="beyond-positions", params=params))
+    layers = {id(layer): layer for layer in spec.layers}.values()
+    if any(
+        isinstance(layer.attention, AttentionSpec)
+        and implementation(layer.attention, recipe.attention) is not recipe.attention
+        for layer in layers
+    ):
+        notes.append(Note(code="attention-falls-back", params={"family": spec.family}))
     if recipe.quantization is not None:
         notes += _on_quantization(spec, recipe, recipe.quantization)
     if recipe.grad_accum > 1:

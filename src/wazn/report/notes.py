@@ -50,6 +50,9 @@ NOTES = {
     "accumulation-keeps-gradients": (
         "Accumulating over {grad_accum} micro-batches keeps all gradients alive through forward and backward."
     ),
+    "attention-falls-back": (
+        "In transformers {family} does not know scaled_dot_product_attention: eager attention runs instead."
+    ),
     "beyond-positions": (
         "{seq_len} tokens are more than the {max_positions} positions that the model was made for."
     ),
