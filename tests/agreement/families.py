@@ -17,6 +17,20 @@ _LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _WHOLE_HEADS = {**_LLAMA, "num_key_value_heads": 4}
+_LATENT: dict[str, Any] = {
+    **_WHOLE_HEADS,
+    "num_hidden_layers": 1,  # the first is dense
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+}
 _GPT2: dict[str, Any] = {
     "vocab_size": 1024,
     "n_embd": 256,
@@ -179,6 +193,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_LLAMA,
         "sliding_window": 4096,
         "sliding_window_pattern": 2,
+    },
+    "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT, "q_lora_rank": 96},
+    "deepseek_v2, whole queries": {"model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 96},
+    "deepseek_v3, halves": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": 96,
+        "rope_interleave": False,
     },
     "glm": {"model_type": "glm", **_LLAMA, "head_dim": 64},
     "glm4": {"model_type": "glm4", **_LLAMA, "head_dim": 64},

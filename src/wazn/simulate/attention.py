@@ -33,6 +33,7 @@ from wazn.simulate.ops import (
     max_of_rows,
     mul_scalar,
     narrow,
+    pad,
     pointwise_of_result,
     softmax,
     split,
@@ -307,8 +308,15 @@ def _flash(
     if query.dtype is FLOAT32 and tape.autocast_dtype is not None:
         lower = tape.autocast_dtype
         query, key, value = to(tape, query, lower), to(tape, key, lower), to(tape, value, lower)
+    narrow_values = shape.value_dim != shape.head_dim
+    if (
+        narrow_values
+    ):  # latent attention: values are padded to the heads of the queries, the result is cut
+        value = pad(tape, value, value.numel // shape.value_dim * shape.head_dim)
     out = flash_attn(tape, query, key, value, shape)
-    if shape.num_heads > 1 and (heads_first or shape.head_dim % 8):
+    if narrow_values:
+        out = narrow(tape, out, shape.num_rows * shape.value_dim)
+    if shape.num_heads > 1 and (heads_first or narrow_values or shape.head_dim % 8):
         out = contiguous(tape, out)
     return out
 

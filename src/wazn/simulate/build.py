@@ -26,6 +26,7 @@ from wazn.simulate.attention import Attended, AttentionModule
 from wazn.simulate.attention_own import OWN_ATTENTION
 from wazn.simulate.blocks import LayerModule
 from wazn.simulate.context import Context
+from wazn.simulate.latent_attention import LatentAttentionModule
 from wazn.simulate.lora import AdaptedStack, Adapters, DenseModule, LoraModule
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import LinearModule, Module, NormModule
@@ -382,7 +383,7 @@ def _attention(
     weights: Weights,
 ) -> Callable[[Context, Tensor], Attended]:
     if isinstance(spec, LatentAttentionSpec):
-        raise Unsupported("latent attention is counted, and not run yet", hint="`wazn trace`")
+        return _latent_attention(spec, linear, weights)
     projections = tuple(linear(item) for item in spec.projections)
     own = OWN_ATTENTION.get(spec.code)
     if own is not None:
@@ -394,6 +395,27 @@ def _attention(
         q_norm=None if spec.q_norm is None else _norm(spec.q_norm, weights),
         k_norm=None if spec.k_norm is None else _norm(spec.k_norm, weights),
         sinks=weights[f"{spec.output.name.rpartition('.')[0]}.sinks"] if spec.sinks else None,
+    )
+
+
+def _latent_attention(
+    spec: LatentAttentionSpec, linear: Callable[[Linear], Module], weights: Weights
+) -> LatentAttentionModule:
+    queries: tuple[Module, ...]
+    if spec.q is not None:
+        queries = (linear(spec.q),)
+    else:
+        assert spec.q_a is not None
+        assert spec.q_a_norm is not None
+        assert spec.q_b is not None
+        queries = (linear(spec.q_a), _norm(spec.q_a_norm, weights), linear(spec.q_b))
+    return LatentAttentionModule(
+        spec,
+        q=queries,
+        kv_a=linear(spec.kv_a),
+        kv_a_norm=_norm(spec.kv_a_norm, weights),
+        kv_b=linear(spec.kv_b),
+        output=linear(spec.output),
     )
 
 

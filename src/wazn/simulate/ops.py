@@ -25,6 +25,7 @@ __all__ = [
     "clamp",
     "clamp_in_place",
     "contiguous",
+    "copy_slice",
     "div",
     "div_scalar_in_place",
     "dropout",
@@ -249,6 +250,27 @@ def max_of_rows(tape: Tape, x: Tensor, rows: int) -> Tensor:
         return (tape.new(full, gradient.dtype),)
 
     return tape.record(out, (x,), saved, backward)
+
+
+def copy_slice(tape: Tape, base: Tensor, source: Tensor) -> Tensor:
+    """base[..., i:j].copy_(source), in place; backward copies the whole gradient, then the slice.
+
+    Source: torch/csrc/autograd/functions/tensor.cpp, `CopySlices` and `CopyBackwards`.
+    """
+    has_history = base.requires_grad
+    whole, part = base.numel, source.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        for_base = tape.new(whole, gradient.dtype)
+        for_source = tape.new(part, gradient.dtype)
+        if not has_history:
+            return None, for_source
+        zeros = tape.new(part, gradient.dtype)
+        del zeros
+        return for_base, for_source
+
+    out = Tensor(base.storage, base.numel, base.dtype)
+    return tape.record(out, (base, source), (), backward)
 
 
 def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ Sources: masking_utils.py and the models' `forward` in transformers 5.24.
 from __future__ import annotations
 
 from wazn.dtypes import BOOL, FLOAT32, INT64, Dtype
-from wazn.model.spec import AttentionSpec, ModelSpec
+from wazn.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
 from wazn.recipe import Attention
 from wazn.simulate.attention import implementation
 from wazn.simulate.context import Context
+from wazn.simulate.latent_attention import latent_as_plain
 from wazn.simulate.ops import to
 from wazn.simulate.tape import Tape, Tensor
 
@@ -21,11 +22,12 @@ def make_masks(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
     """Make the masks (and alibi) that the layers of `spec` ask for; dtype: of the embedded tokens."""
     tape = context.tape
     tape.label = "attention mask"
-    attentions = {
-        layer.attention.window: layer.attention
-        for layer in spec.layers
-        if isinstance(layer.attention, AttentionSpec)
-    }
+    attentions = {}
+    for layer in spec.layers:
+        attention = layer.attention
+        if isinstance(attention, LatentAttentionSpec):
+            attention = latent_as_plain(attention)
+        attentions[attention.window] = attention
     first = next(iter(attentions.values()), None)
     with tape.no_grad():
         if first is not None and first.code == "gpt_neo":
