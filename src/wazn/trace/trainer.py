@@ -95,9 +95,13 @@ def _mark_phases(tracker: StorageTracker, trainer: Any, on_step: Callable[[], No
     def next_step() -> None:
         tracker.step += 1
 
+    def optimizer_begins(*_: Any) -> None:
+        tracker.phase = Phase.OPTIMIZER
+
+    trainer.optimizer.register_step_pre_hook(optimizer_begins)
+
     marked(trainer, "get_batch_samples", Phase.FORWARD, before=next_step)
     marked(trainer, "compute_loss", Phase.FORWARD)
     marked(trainer.accelerator, "backward", Phase.BACKWARD)
     marked(trainer.accelerator, "clip_grad_norm_", Phase.CLIP)
-    marked(trainer.optimizer, "step", Phase.OPTIMIZER)
     marked(trainer.model, "zero_grad", Phase.ZERO_GRAD, before=on_step)
