@@ -66,6 +66,16 @@ class _Place:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The rounded sizes of a segment, their highest sum, the event that reaches it (-1: none), the whole sum."""
+
+    sizes: list[int]
+    top: int
+    position: int
+    net: int
+
+
 def peak(timeline: Timeline) -> Peak:
     """Return the highest point of a timeline.
 
@@ -82,32 +92,25 @@ def peak(timeline: Timeline) -> Peak:
     >>> found.peak_bytes, found.index, found.resident_bytes
     (1536, 1, 512)
     """
-    rounded: dict[int, int] = {}
-    columns = [
-        [_round(segment.sizes, rounded) for segment in part.segments] for part in timeline.parts
-    ]
+    columns = _columns(timeline)
     phases: dict[tuple[int, Phase], tuple[int, int]] = {}
     level = 0
     highest = 0
     place: _Place | None = None
-    for part_index, (part, sizes) in enumerate(zip(timeline.parts, columns, strict=True)):
+    for part_index, (part, rows) in enumerate(zip(timeline.parts, columns, strict=True)):
         if part.times <= 0:
             continue
-        totals = [list(accumulate(column, initial=0)) for column in sizes]
-        net = sum(total[-1] for total in totals)
+        net = sum(column.net for column in rows)
         repetition = part.times - 1 if net > 0 else 0
         start = level + repetition * net  # where the highest repetition starts
         last = level + (part.times - 1) * net  # where the last one starts
-        for segment_index, (segment, total) in enumerate(zip(part.segments, totals, strict=True)):
-            top = start + max(total)
+        for segment_index, (segment, column) in enumerate(zip(part.segments, rows, strict=True)):
+            top = start + column.top
             if top > highest:
                 highest = top
-                position = (
-                    total.index(top - start) - 1
-                )  # totals begin with the 0 before the first event
-                place = _Place(part_index, repetition, segment_index, position)
-            start += total[-1]
-            last += total[-1]
+                place = _Place(part_index, repetition, segment_index, column.position)
+            start += column.net
+            last += column.net
             key = (segment.step, segment.phase)
             before = phases.get(key)
             phases[key] = (top if before is None else max(top, before[0]), last)
@@ -145,6 +148,27 @@ def _layer(timeline: Timeline, place: _Place) -> int | None:
     return None if layer is None else layer + place.repetition * (part.shift // LAYER)
 
 
+def _columns(timeline: Timeline) -> list[list[_Column]]:
+    """Round the sizes of every segment up to 512 bytes; copies of a segment share their lists, and then the result."""
+    rounded: dict[int, int] = {}
+    columns: dict[int, _Column] = {}
+    rows = []
+    for part in timeline.parts:
+        row = []
+        for segment in part.segments:
+            column = columns.get(id(segment.sizes))
+            if column is None:
+                sizes = _round(segment.sizes, rounded)
+                totals = list(accumulate(sizes, initial=0))
+                top = max(totals)
+                # totals begin with the 0 before the first event
+                column = _Column(sizes, top, totals.index(top) - 1, totals[-1])
+                columns[id(segment.sizes)] = column
+            row.append(column)
+        rows.append(row)
+    return rows
+
+
 def _round(sizes: list[int], rounded: dict[int, int]) -> list[int]:
     """Round each size up to 512 bytes, away from zero."""
     for size in set(sizes).difference(rounded):
@@ -153,32 +177,40 @@ def _round(sizes: list[int], rounded: dict[int, int]) -> list[int]:
     return [rounded[size] for size in sizes]
 
 
-def _alive(timeline: Timeline, columns: list[list[list[int]]], place: _Place) -> dict[Tag, int]:
+def _alive(timeline: Timeline, columns: list[list[_Column]], place: _Place) -> dict[Tag, int]:
     """Return the bytes of each tag after the event at `place`: all events before it, each tag's summed."""
+    # How often each pair of lists counts: what copies share is summed once.
+    times: dict[tuple[int, int], int] = {}
+    lists: dict[tuple[int, int], tuple[list[Tag], list[int]]] = {}
+
+    def count(segment: Segment, column: _Column, repetitions: int) -> None:
+        key = id(segment.tags), id(column)
+        times[key] = times.get(key, 0) + repetitions
+        lists[key] = segment.tags, column.sizes
+
+    for part, row in zip(timeline.parts[: place.part], columns, strict=False):
+        for segment, column in zip(part.segments, row, strict=True):
+            count(segment, column, part.times)
+    part, row = timeline.parts[place.part], columns[place.part]
+    for number, (segment, column) in enumerate(zip(part.segments, row, strict=True)):
+        count(segment, column, place.repetition + (number < place.segment))
+    end = place.position + 1
+    segment, column = part.segments[place.segment], row[place.segment]
     # Tags are few objects and many references: count by identity, which costs less than a hash of two strings.
     totals: dict[int, int] = {}
     tags: dict[int, Tag] = {}
-
-    def add(segment: Segment, sizes: list[int], times: int, end: int | None = None) -> None:
-        for tag, size in zip(segment.tags[:end], sizes[:end], strict=True):
-            key = id(tag)
-            if key in totals:
-                totals[key] += times * size
+    summed = [(repetitions, *lists[key]) for key, repetitions in times.items() if repetitions]
+    for repetitions, names, sizes in (*summed, (1, segment.tags[:end], column.sizes[:end])):
+        for tag, size in zip(names, sizes, strict=True):
+            key_of_tag = id(tag)
+            if key_of_tag in totals:
+                totals[key_of_tag] += repetitions * size
             else:
-                totals[key] = times * size
-                tags[key] = tag
-
-    for part, sizes in zip(timeline.parts[: place.part], columns, strict=False):
-        for segment, column in zip(part.segments, sizes, strict=True):
-            add(segment, column, part.times)
-    part, sizes = timeline.parts[place.part], columns[place.part]
-    for number, (segment, column) in enumerate(zip(part.segments, sizes, strict=True)):
-        add(segment, column, place.repetition + (number < place.segment))
-        if number == place.segment:
-            add(segment, column, 1, place.position + 1)
+                totals[key_of_tag] = repetitions * size
+                tags[key_of_tag] = tag
     alive: dict[Tag, int] = {}
-    for key, num_bytes in totals.items():
-        tag = tags[key]
+    for key_of_tag, num_bytes in totals.items():
+        tag = tags[key_of_tag]
         alive[tag] = alive.get(tag, 0) + num_bytes
     for tag, num_bytes in alive.items():
         if num_bytes < 0:
