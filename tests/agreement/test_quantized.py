@@ -172,6 +172,7 @@ def test_linear_8bit(dtype: str) -> None:
     assert tape.kept_bytes == real.kept_bytes
     assert tape.saved_bytes == real.saved_bytes
     assert tape.backward_peak_bytes == real.backward_peak_bytes
+    assert tape.gradient_bytes == real.gradient_bytes
 
 
 @pytest.mark.parametrize(("has_outliers", "per_output"), [(False, 4 + 2 + 2), (True, 4 + 2 + 2)])

@@ -135,8 +135,8 @@ class Linear4bitModule:
 class Linear8bitModule:
     """bitsandbytes.nn.Linear8bitLt with its threshold for outliers, 6.0 in transformers, or with 0.0: none.
 
-    The input stays alive until backward, as an attribute of the autograd function; checkpointing does not see it, so that the
-    inputs of the first forward pass stay alive beside the checkpoints.
+    The input stays alive until all of backward is done, as an attribute of the autograd function; checkpointing does not see it,
+    so that the inputs of the first forward pass stay alive beside the checkpoints.
     With a threshold, outlier columns are assumed to be there and few: what holds them alone is not counted.
     """
 
@@ -164,13 +164,13 @@ class Linear8bitModule:
         quantised = self._quantise(tape, x)
         out = self._product(tape, numel_x // self.spec.in_features, dtype)
         del quantised
-        held = [tape.hold(x)] if x.requires_grad else []
+        if x.requires_grad:
+            tape.hold(x)
 
         def backward(gradient: Tensor) -> tuple[Tensor]:
             dense = self._dense(tape, dtype)
             for_x = tape.new(numel_x, dtype)
             del dense
-            held.clear()
             return (for_x.view_with_base(),)
 
         return tape.record(out, (x,), (), backward)

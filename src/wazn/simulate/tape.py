@@ -253,6 +253,7 @@ class Tape:
         self.phase = Phase.LOAD
         self.copies: dict[int | None, int] = {}
         self._autocast_cache: dict[int, Tensor] | None = None
+        self._contexts: list[object] = []
         self._packing: _Frame | None = None
         self._recomputing: _Frame | None = None
         self._sequence = 0
@@ -400,12 +401,15 @@ class Tape:
         """Keep an op's own output for backward, without a cycle."""
         return self.save(tensor.detach()) if self.grad_enabled else ()
 
-    def hold(self, tensor: Tensor) -> Tensor | None:
-        """Keep a tensor for backward where checkpointing does not see it: as an attribute of a Python autograd function."""
-        if not self.grad_enabled:
-            return None
-        self._mark_saved(tensor)
-        return tensor.detach()
+    def hold(self, attribute: object) -> None:
+        """Keep an attribute of a Python autograd function: checkpointing does not see it, and it lives until the graph dies, which
+        is when all of backward is done.
+        """
+        if self.grad_enabled:
+            if isinstance(attribute, Tensor):
+                self._mark_saved(attribute)
+                attribute = attribute.detach()
+            self._contexts.append(attribute)
 
     def _mark_saved(self, tensor: Tensor) -> None:
         storage = tensor.storage
@@ -529,6 +533,7 @@ class Tape:
         del node
         while ready:
             self._run_node(heappop(ready), ready)
+        self._contexts.clear()
 
     def _run_node(self, node: Node, ready: list[Node]) -> None:
         if node.layer != self.layer:
@@ -668,6 +673,7 @@ class Tape:
         recomputing, self._recomputing = self._recomputing, frame
         category, self.category = self.category, Category.TEMPORARY
         grad_enabled, self.grad_enabled = self.grad_enabled, True
+        contexts, self._contexts = self._contexts, []
         frame.num_products = 0
         try:
             with self.autocast(frame.autocast_dtype):
@@ -675,6 +681,7 @@ class Tape:
         except _StopRecomputation:
             pass
         finally:
+            self._contexts = contexts
             self._packing, self._recomputing = packing, recomputing
             self.category, self.grad_enabled = category, grad_enabled
 
@@ -691,6 +698,7 @@ class Tape:
             output = function(x)
         autocast_dtype = self.autocast_dtype
         kept = x.detach()
+        self.hold(function)
 
         def backward(gradient: Tensor) -> tuple[Tensor | None]:
             inner = kept.detach()
@@ -706,10 +714,12 @@ class Tape:
                 num_outputs=1,
             )
             category, self.category = self.category, Category.TEMPORARY
+            contexts, self._contexts = self._contexts, []
             with self.autocast(autocast_dtype):
                 again = function(inner)
             self.category = category
             self.backward(again, gradient)
+            self._contexts = contexts
             return (collector.gradients[0],)
 
         return self.record(output, (x,), saved, backward)
