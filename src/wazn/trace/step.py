@@ -10,6 +10,7 @@ gradients are clipped, and set to None after the optimizer's step.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -65,14 +66,14 @@ class Recipe:
     # the embeddings' output requires gradients; None: where reentrant checkpointing needs it
     input_grads: bool | None = None
     attention: str = "sdpa"
-    num_items: bool = (
-        True  # the loss is divided by the number of labels, as Trainer has it since 4.46
-    )
+    # the loss is divided by the number of labels, as Trainer has it since 4.46
+    num_items: bool = True
     attention_mask: bool = True  # what data collators add: a mask of ones
     loop: str = "plain"  # plain | trainer
     max_grad_norm: float | None = 1.0
     set_to_none: bool = True
     keep_outputs: bool = False
+    use_cache: bool = False  # Trainer switches it off since 5.0, before only under checkpointing
     num_steps: int = 2
     num_layers: int | None = None
     capability: tuple[int, int] = (8, 0)
@@ -106,7 +107,7 @@ def build_model(config: dict[str, Any], recipe: Recipe) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = _text_config(config, recipe.num_layers)
-    hf_config.use_cache = False
+    hf_config.use_cache = recipe.use_cache
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config,
@@ -273,9 +274,19 @@ class _Loop:
             for _ in range(self.recipe.grad_accum)
         ]
         self._name(batches, Category.INPUTS)
-        if not self.recipe.num_items:
+        if not (self.recipe.num_items and self._takes_num_items()):
             return batches, None
         return batches, sum((batch["labels"] != -100).sum() for batch in batches)
+
+    def _takes_num_items(self) -> bool:
+        """Say whether the model hands unknown arguments on to its loss, as `Trainer` finds out."""
+        parameters = inspect.signature(self._base().forward).parameters.values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def _base(self) -> Any:
+        """Return the model without the wrapper of peft."""
+        has_adapters = hasattr(self.model, "get_base_model")
+        return self.model.get_base_model() if has_adapters else self.model
 
     def _micro_batch(self, inputs: dict[str, Any], num_items: Any) -> Any:
         self.tracker.phase = Phase.FORWARD
@@ -311,8 +322,11 @@ class _Loop:
                 self.categories.setdefault(block_id, category)
 
     def _mark_loss(self) -> None:
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        original = base.loss_function
+        """Mark what the model's loss function does; models before transformers 4.46 have none."""
+        base = self._base()
+        original = getattr(base, "loss_function", None)
+        if original is None:
+            return
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             with _phase(self.tracker, Phase.LOSS):
