@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -272,3 +273,18 @@ def test_the_command_loads_nothing_that_it_does_not_need() -> None:
     families = {name for name in loaded if name.startswith("wazn.model.families.")}
     assert families <= {"wazn.model.families.llama", "wazn.model.families.common"}
     assert {"wazn.facts.hub", "wazn.calc", "wazn.trace", "tomllib", "csv"} & loaded == set()
+
+
+def test_who_waits_hears_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second of silence about a model of the Hub is broken on a terminal, and only there."""
+    from wazn.cli import estimate as door
+
+    monkeypatch.setattr(door, "_SECONDS_OF_SILENCE", 0.01)
+    for model, on_a_terminal in (("org/model", True), ("org/model", False), ("llama", True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=on_a_terminal: answer)
+        with door._talking(model):
+            time.sleep(0.3)
+        said = "asking for org/model ...\n" if "/" in model and on_a_terminal else ""
+        assert capsys.readouterr().err == said
