@@ -1,7 +1,7 @@
 """Whole steps of well-known runs, cut to a few layers: the tape peaks where the real libraries peak.
 
-Every case runs the real model class, peft, bitsandbytes' layers and the loop under fake tensors, at the real widths. Forward and
-loss are one phase here, as the rehearsal counts the head to the first and the tape to the second.
+Every case runs the real model class, peft, bitsandbytes' layers and the loop under fake tensors, at the real widths.
+Forward and loss are one phase here, as the rehearsal counts the head to the first and the tape to the second.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from tests.agreement.steps import Case, Peaks, real_peaks, tape_peaks  # noqa: E402
-from wazn.timeline.events import Phase  # noqa: E402
+from tests.agreement.steps import Case, Peaks, real_peaks, tape_peaks
+from wazn.timeline.events import Phase
 
 LLAMA2, LLAMA3 = "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B"
 MIXTRAL, QWEN_MOE = "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"
@@ -141,8 +141,9 @@ def joined(peaks: Peaks) -> dict[tuple[int, str], int]:
 
 
 def left_out_bytes(case: Case) -> int:
-    """What the tape does not hold beside the rehearsal: the batch that the loop keeps, padded labels, position ids (eight bytes a
-    token each), the frequencies of the rotary embedding, and scalars of 512 bytes each as the allocator rounds them.
+    """What the tape does not hold beside the rehearsal: the batch that the loop keeps, padded labels, position ids
+    (eight bytes a token each), the frequencies of the rotary embedding, and scalars of 512 bytes each as the
+    allocator rounds them.
     """
     tokens = case.micro_batch * case.seq_len
     return 6 * 8 * tokens + 16 * 512

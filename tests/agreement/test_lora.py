@@ -81,8 +81,8 @@ def tape_layer(tape: Tape, base: Dtype, adapter: Dtype, **options: Any) -> LoraM
 def without_vector_sum(real: Any) -> Any:
     """Leave out the sum of DoRA's two gradients of its scale, a vector.
 
-    Each is a view of a sum over the tokens that shares its storage with the sum, so that PyTorch adds into a third vector; the
-    tape knows element counts and no shapes, and adds in place.
+    Each is a view of a sum over the tokens that shares its storage with the sum, so that PyTorch adds into a third
+    vector; the tape knows element counts and no shapes, and adds in place.
     """
     events = [
         event

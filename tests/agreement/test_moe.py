@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from wazn.dtypes import FLOAT32, Dtype
+from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
 from wazn.model.spec import Linear, MlpSpec, MoeSpec
 from wazn.recipe import Attention
 from wazn.simulate.context import Context
 from wazn.simulate.lora import AdaptedStack
 from wazn.simulate.mlp import MlpModule
-from wazn.simulate.moe import Experts, MoeModule
 from wazn.simulate.modules import LinearModule
+from wazn.simulate.moe import Experts, MoeModule
 from wazn.simulate.routing import Router
 from wazn.simulate.tape import Tape, Tensor
 
@@ -117,9 +118,7 @@ def tape_block(name: str, tape: Tape, dtype: Dtype, *, trained: bool) -> MoeModu
 
     def mlp(spec: MlpSpec) -> MlpModule:
         assert spec.gate is not None
-        return MlpModule(
-            spec, gate=linear(spec.gate), up=linear(spec.up), down=linear(spec.down)
-        )
+        return MlpModule(spec, gate=linear(spec.gate), up=linear(spec.up), down=linear(spec.down))
 
     hidden, intermediate = moe.expert.down.out_features, moe.expert.down.in_features
     experts = moe.num_experts
@@ -183,9 +182,7 @@ def tape_with_adapters(module: MoeModule, tape: Tape, *, rank: int) -> MoeModule
     experts = moe.num_experts
     return MoeModule(
         moe,
-        router=replace(
-            module.router, weight=stack(module.router.weight, experts, hidden, rank, 1)
-        ),
+        router=replace(module.router, weight=stack(module.router.weight, experts, hidden, rank, 1)),
         experts=replace(
             module.experts,
             gate_up=stack(module.experts.gate_up, 2 * intermediate, hidden, 2 * rank, experts),
@@ -199,6 +196,7 @@ def tape_with_adapters(module: MoeModule, tape: Tape, *, rank: int) -> MoeModule
 def context(tape: Tape) -> Context:
     return Context(
         tape=tape,
+        habits=resolve_stack("hf", family="mixtral"),
         micro_batch=TOKENS[0],
         seq_len=TOKENS[1],
         attention=Attention.SDPA,

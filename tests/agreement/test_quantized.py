@@ -179,7 +179,8 @@ def test_linear_8bit(dtype: str) -> None:
 def test_8bit_product(has_outliers: bool, per_output: int) -> None:
     """The product of 8-bit numbers stands in int32 beside its fp16 value and the result, over the quantised input.
 
-    By pencil from bitsandbytes 0.50, backends/cuda/ops.py (`int8_mm_dequant`); the fake operators of bitsandbytes return results only.
+    By pencil from bitsandbytes 0.50, backends/cuda/ops.py (`int8_mm_dequant`); the fake operators of bitsandbytes
+    return results only.
     """
     rows = MANY[0] * MANY[1]
     spec = Spec((*MANY, IN), "bfloat16", requires_grad=True)
@@ -188,7 +189,9 @@ def test_8bit_product(has_outliers: bool, per_output: int) -> None:
 
 
 def test_8bit_input_outlives_checkpointing() -> None:
-    """Checkpointing drops what autograd saves, not what a Python function keeps as an attribute: the 8-bit input stays."""
+    """Checkpointing drops what autograd saves, not what a Python function keeps as an attribute: the 8-bit input
+    stays.
+    """
     tape = Tape()
     module = tape_8bit(tape, has_outliers=False)
     x = tape.parameter(name="x", numel=MANY[0] * MANY[1] * IN, dtype=BFLOAT16, requires_grad=True)

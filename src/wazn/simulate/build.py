@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from wazn.dtypes import FLOAT32, INT8, UINT8, Dtype
 from wazn.errors import Unsupported
-from wazn.model.parameters import Group, layer_parameters, outer_parameters
+from wazn.model.parameters import Group, layer_parameters, outer_parameters, v4_name
 from wazn.model.parameters import Parameter as Weight
 from wazn.model.spec import (
     AttentionSpec,
@@ -27,6 +27,7 @@ from wazn.simulate.attention_own import OWN_ATTENTION
 from wazn.simulate.blocks import LayerModule
 from wazn.simulate.context import Context
 from wazn.simulate.latent_attention import LatentAttentionModule
+from wazn.simulate.listed_experts import LISTED, ListedMoeModule
 from wazn.simulate.lora import AdaptedStack, Adapters, DenseModule, LoraModule
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import LinearModule, Module, NormModule
@@ -64,7 +65,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """The weights of a layer, or of what is outside the layers, by name; `states` by the name of the quantised linear."""
+    """The weights of a layer, or of what is outside the layers, by name; `states` by the name of the quantised
+    linear.
+    """
 
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, QuantizationState] = field(default_factory=dict)
@@ -88,7 +91,8 @@ def load(
 ) -> LoadedModel:
     """Allocate the weights of `spec` as `recipe` keeps them; adapters stand on what is named in `targets`.
 
-    What loading holds for a moment beside the weights (a matrix before it is quantised, before it is raised to fp32) is left out.
+    What loading holds for a moment beside the weights (a matrix before it is quantised, before it is raised to fp32)
+    is left out.
 
     Args:
         targets: names of linears, or of stacked parameters, within their layer.
@@ -187,7 +191,7 @@ class _Store:
         """Return the weights of a layer."""
         weights, moe = Weights(), layer.mlp
         router_in_fp32 = isinstance(moe, MoeSpec) and moe.flavour in IN_FP32
-        for item in layer_parameters(layer):
+        for item in layer_parameters(layer, fused_experts=self.recipe.fused_experts):
             dtype = FLOAT32 if router_in_fp32 and item.group is Group.ROUTER else self.dtype
             self.weight(weights, item, quantised, is_trained(item.name), dtype)
         if isinstance(moe, MoeSpec) and moe.flavour in HAS_CORRECTION_BUFFER:
@@ -232,7 +236,7 @@ class _Store:
             if linear.name in targets:
                 rank, magnitudes = adapter.rank, linear.out_features if adapter.dora else 0
                 self._pair(found, linear.name, linear, rank, magnitudes)
-        if isinstance(layer.mlp, MoeSpec):
+        if isinstance(layer.mlp, MoeSpec) and self.recipe.fused_experts:
             for name, linear, rank in stacked_targets(layer.mlp, adapter.rank):
                 if name in targets:
                     self._pair(found, name, linear, rank, 0)
@@ -268,7 +272,9 @@ class _Store:
         )
 
     def modules_to_save(self, spec: ModelSpec, weights: Weights) -> dict[str, Parameter]:
-        """Return the trained copies of whole modules, in the type of the original, which stays (ModulesToSaveWrapper)."""
+        """Return the trained copies of whole modules, in the type of the original, which stays
+        (ModulesToSaveWrapper).
+        """
         adapter = self.recipe.adapter
         copies: dict[str, Parameter] = {}
         for wanted in () if adapter is None else adapter.modules_to_save:
@@ -295,12 +301,16 @@ class _Store:
 
 
 def compute_dtype(recipe: Recipe) -> Dtype:
-    """Return the type in which quantised linears compute: that of autocast, or of the weights before they were quantised."""
+    """Return the type in which quantised linears compute: that of autocast, or of the weights before they were
+    quantised.
+    """
     return recipe.precision.autocast_dtype or recipe.precision.weight_dtype
 
 
 def stacked_targets(moe: MoeSpec, rank: int) -> tuple[tuple[str, Linear, int], ...]:
-    """Return what peft adapts as parameters: name, the matrix of one expert, and the rows of A (all experts; gate and up have two each)."""
+    """Return what peft adapts as parameters: name, the matrix of one expert, and the rows of A (all experts; gate and
+    up have two each).
+    """
     hidden, intermediate = moe.expert.down.out_features, moe.expert.down.in_features
     gate_up = Linear(name="", in_features=hidden, out_features=2 * intermediate)
     down = Linear(name="", in_features=intermediate, out_features=hidden)
@@ -321,7 +331,9 @@ def _layer_module(layer: LayerSpec, index: int, weights: Weights, recipe: Recipe
         layer,
         index,
         attention=_attention(layer.attention, linear, weights),
-        mlp=_moe(mlp, linear, weights, recipe) if isinstance(mlp, MoeSpec) else _mlp(mlp, linear),
+        mlp=_sparse(mlp, linear, weights, recipe)
+        if isinstance(mlp, MoeSpec)
+        else _mlp(mlp, linear),
         norms=tuple(_norm(norm, weights) for norm in layer.norms),
     )
 
@@ -331,15 +343,57 @@ def _mlp(spec: MlpSpec, linear: Callable[[Linear], Module]) -> MlpModule:
     return MlpModule(spec, gate=gate, up=linear(spec.up), down=linear(spec.down))
 
 
-def _moe(
+def _sparse(
     spec: MoeSpec, linear: Callable[[Linear], Module], weights: Weights, recipe: Recipe
-) -> MoeModule:
+) -> MoeModule | ListedMoeModule:
     if spec.flavour not in ROUTERS:
         raise Unsupported(
             f"the router of `{spec.flavour}` is counted, and not run yet", hint="`wazn trace`"
         )
-    if not recipe.fused_experts:
-        raise Unsupported("experts as single modules (transformers 4) are counted, and not run yet")
+    if recipe.fused_experts:
+        return _moe(spec, linear, weights)
+    if spec.flavour not in LISTED:
+        raise Unsupported(
+            f"the experts of `{spec.flavour}` in transformers 4 are counted, and not run yet",
+            hint="`--stack hf` without a version is run",
+        )
+    return _listed_moe(spec, linear, weights)
+
+
+def _listed_moe(
+    spec: MoeSpec, linear: Callable[[Linear], Module], weights: Weights
+) -> ListedMoeModule:
+    """transformers 4: a module per expert; its names are those of that version."""
+
+    def named(item: Linear, prefix: str = "") -> Linear:
+        return replace(item, name=v4_name(f"{prefix}{item.name}", spec))
+
+    def mlp(item: MlpSpec, prefix: str = "") -> MlpModule:
+        gate = None if item.gate is None else named(item.gate, prefix)
+        up, down = named(item.up, prefix), named(item.down, prefix)
+        return _mlp(replace(item, gate=gate, up=up, down=down), linear)
+
+    router, shared_gate = named(spec.router), spec.shared_gate
+    is_linear = spec.v4.router_is_linear
+    return ListedMoeModule(
+        spec,
+        gate=linear(router) if is_linear else None,
+        router=None
+        if is_linear
+        else Router(
+            spec=spec,
+            weight=weights[f"{router.name}.weight"],
+            correction=weights.buffers.get("correction"),
+        ),
+        experts=[
+            mlp(spec.expert, f"{spec.experts_name}.{index}.") for index in range(spec.num_experts)
+        ],
+        shared=None if spec.shared is None else mlp(spec.shared),
+        shared_gate=None if shared_gate is None else linear(named(shared_gate)),
+    )
+
+
+def _moe(spec: MoeSpec, linear: Callable[[Linear], Module], weights: Weights) -> MoeModule:
     correction = weights.buffers.get("correction")
     if spec.router_correction_bias is not None:
         correction = weights[spec.router_correction_bias]

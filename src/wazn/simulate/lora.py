@@ -1,7 +1,8 @@
 """Low-rank adapters as peft 0.21 computes them: plain LoRA, DoRA, and adapters of stacked expert weights.
 
 Shapes: x [..., in_features]; lora_A [rank, in_features]; lora_B [out_features, rank]; a DoRA magnitude [out_features].
-Sources: peft/tuners/lora/layer.py (`Linear`, `ParamWrapper`), bnb.py (`Linear4bit`, `Linear8bitLt`), dora.py, variants.py.
+Sources: peft/tuners/lora/layer.py (`Linear`, `ParamWrapper`), bnb.py (`Linear4bit`, `Linear8bitLt`), dora.py,
+variants.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import Protocol, TypeVar
 
 from wazn.dtypes import FLOAT32, Dtype
 from wazn.model.spec import Linear
-from wazn.simulate.ops import add, add_scalar, contiguous, div, dropout, linear, matmul, mul, mul_scalar, to
+from wazn.simulate.ops import (
+    add,
+    add_scalar,
+    contiguous,
+    div,
+    dropout,
+    linear,
+    matmul,
+    mul,
+    mul_scalar,
+    to,
+)
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
 __all__ = ["AdaptedStack", "Adapters", "DenseModule", "LoraModule", "value_of", "while_adapted"]
@@ -48,8 +60,9 @@ class Adapters:
 class LoraModule:
     """result + lora_B(lora_A(dropout(x))) * scaling, around a linear.
 
-    quantized: the base is a linear of bitsandbytes, whose wrapper in peft differs: under autocast it leaves the casting of the
-    input to autocast; without, it casts what it adds, not the sum. clone: it copies the base's result first (4 bits only).
+    quantized: the base is a linear of bitsandbytes, whose wrapper in peft differs: under autocast it leaves the
+    casting of the input to autocast; without, it casts what it adds, not the sum. clone: it copies the base's result
+    first (4 bits only).
     """
 
     __slots__ = ("adapters", "base", "clone", "quantized", "spec")
@@ -139,9 +152,7 @@ class LoraModule:
         """get_lora_weight: both adapters applied to the identity matrix."""
         adapters, in_features = self.adapters, self.spec.in_features
         eye = tape.new(in_features * in_features, adapters.lora_a.dtype)
-        down = linear(
-            tape, eye, adapters.lora_a, None, out_features=adapters.rank, is_matrix=True
-        )
+        down = linear(tape, eye, adapters.lora_a, None, out_features=adapters.rank, is_matrix=True)
         out_features = self.spec.out_features
         return linear(tape, down, adapters.lora_b, None, out_features=out_features, is_matrix=True)
 
@@ -157,8 +168,8 @@ class LoraModule:
 class AdaptedStack:
     """peft's ParamWrapper on a frozen parameter, a matrix or a stack of them: the adapted weight is spelt out whole.
 
-    `enter` makes the weight once, for the check of `torch.nn.utils.parametrize`; `value` makes it once more where the module
-    asks for it, and keeps it until the module returns and `leave` is called.
+    `enter` makes the weight once, for the check of `torch.nn.utils.parametrize`; `value` makes it once more where the
+    module asks for it, and keeps it until the module returns and `leave` is called.
     """
 
     __slots__ = ("_made", "_make", "base", "lora_a", "lora_b", "num_matrices")
@@ -227,7 +238,8 @@ def while_adapted(
 ) -> Result:
     """Run with those of the weights adapted that are to be, the first one outermost.
 
-    Not a context manager: a recomputation ends in an exception, and contextlib would keep its frames, and their tensors, in a cycle.
+    Not a context manager: a recomputation ends in an exception, and contextlib would keep its frames, and their
+    tensors, in a cycle.
     """
     stacks = [weight for weight in weights if isinstance(weight, AdaptedStack)]
     try:

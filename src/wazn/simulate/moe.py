@@ -1,8 +1,8 @@
 """Mixtures of experts: the experts on sorted tokens, and the blocks of the families around them.
 
 Shapes: T tokens, H hidden size, I intermediate size, E experts, k experts per token, S = T x k chosen pairs.
-Sources: transformers 5.24, integrations/moe.py (`grouped_mm_experts_forward`, the default on every device) and the `*SparseMoeBlock`
-classes; grouped products need compute capability 8.0.
+Sources: transformers 5.24, integrations/moe.py (`grouped_mm_experts_forward`, the default on every device) and the
+`*SparseMoeBlock` classes; grouped products need compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ __all__ = ["Experts", "MoeModule", "grouped_experts", "grouped_mm"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The stacked weights: gate_up [E, 2I, H] and down [E, H, I], or both transposed; with biases [E, 2I] and [E, H] in gpt-oss."""
+    """The stacked weights: gate_up [E, 2I, H] and down [E, H, I], or both transposed; with biases [E, 2I] and [E, H]
+    in gpt-oss.
+    """
 
     gate_up: Tensor | AdaptedStack
     down: Tensor | AdaptedStack
@@ -50,7 +52,8 @@ def grouped_mm(
 ) -> Tensor:
     """torch.nn.functional.grouped_mm of sorted rows [S, in] with a stack of matrices.
 
-    Autocast does not know it; transformers casts x to the type of the weight. The gradient of the weight is a transposed view.
+    Autocast does not know it; transformers casts x to the type of the weight. The gradient of the weight is a
+    transposed view.
     """
     x = to(tape, x, weight.dtype)
     need_x, need_weight = x.requires_grad, weight.requires_grad
@@ -125,9 +128,7 @@ def grouped_experts(
     arange = tape.new(rows, INT64)
     del arange
     weighted_out = index_rows(tape, weighted_out, inv_perm, numel=rows * hidden_dim)
-    final_hidden_states = sum_axis(
-        tape, unflattened(tape, weighted_out), spec.experts_per_token
-    )
+    final_hidden_states = sum_axis(tape, unflattened(tape, weighted_out), spec.experts_per_token)
     final_hidden_states = to(tape, final_hidden_states, hidden_states.dtype)
     del histc_input, tokens_per_expert
     return final_hidden_states
@@ -150,9 +151,7 @@ def unflattened(tape: Tape, x: Tensor) -> Tensor:
     return tape.record(x.detach(), (x,), (), backward)
 
 
-def _biases(
-    tape: Tape, bias: Tensor | None, expert_ids: Tensor, numel: int
-) -> Tensor | None:
+def _biases(tape: Tape, bias: Tensor | None, expert_ids: Tensor, numel: int) -> Tensor | None:
     return None if bias is None else index_rows(tape, bias, expert_ids, numel=numel)
 
 

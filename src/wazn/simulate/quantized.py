@@ -1,7 +1,7 @@
 """Linears that bitsandbytes stores in 4 or 8 bits.
 
-Sources, bitsandbytes 0.50: nn/modules.py (`Linear4bit`, `Linear8bitLt`), autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`),
-functional.py (`quantize_4bit`, `dequantize_4bit`), backends/cuda/ops.py.
+Sources, bitsandbytes 0.50: nn/modules.py (`Linear4bit`, `Linear8bitLt`), autograd/_functions.py (`MatMul4Bit`,
+`MatMul8bitLt`), functional.py (`quantize_4bit`, `dequantize_4bit`), backends/cuda/ops.py.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class QuantizationState:
 def quantization_state(tape: Tape, spec: Linear, quantization: Quantization) -> QuantizationState:
     """Allocate the constants of one weight [N, K]: nothing of it is shared between layers.
 
-    4 bits: an fp32 scale per block; with double quantization a byte per block, an fp32 scale per 256 of those, a table of 256 fp32
-    values, and an offset; in both cases the table of the 16 values of the type. 8 bits: an fp32 scale per row.
+    4 bits: an fp32 scale per block; with double quantization a byte per block, an fp32 scale per 256 of those, a
+    table of 256 fp32 values, and an offset; in both cases the table of the 16 values of the type. 8 bits: an fp32
+    scale per row.
     """
 
     def make(numel: int, dtype: Dtype, label: str) -> Tensor:
@@ -66,7 +67,9 @@ def quantization_state(tape: Tape, spec: Linear, quantization: Quantization) -> 
 
 
 class Linear4bitModule:
-    """bitsandbytes.nn.Linear4bit: computes in `compute_dtype`, returns the type of its input, keeps no input for backward."""
+    """bitsandbytes.nn.Linear4bit: computes in `compute_dtype`, returns the type of its input, keeps no input for
+    backward.
+    """
 
     __slots__ = ("bias", "compute_dtype", "dense_dtype", "spec", "state", "weight")
 
@@ -135,9 +138,9 @@ class Linear4bitModule:
 class Linear8bitModule:
     """bitsandbytes.nn.Linear8bitLt with its threshold for outliers, 6.0 in transformers, or with 0.0: none.
 
-    The input stays alive until all of backward is done, as an attribute of the autograd function; checkpointing does not see it,
-    so that the inputs of the first forward pass stay alive beside the checkpoints.
-    With a threshold, outlier columns are assumed to be there and few: what holds them alone is not counted.
+    The input stays alive until all of backward is done, as an attribute of the autograd function; checkpointing does
+    not see it, so that the inputs of the first forward pass stay alive beside the checkpoints. With a threshold,
+    outlier columns are assumed to be there and few: what holds them alone is not counted.
     """
 
     __slots__ = ("bias", "has_outliers", "spec", "state", "weight")
@@ -188,7 +191,9 @@ class Linear8bitModule:
         return row_stats, quantised
 
     def _product(self, tape: Tape, rows: int, dtype: Dtype) -> Tensor:
-        """int8_scaled_mm: an int32 product, its fp16 value, and that in the type of the input; outliers are added to a new tensor."""
+        """int8_scaled_mm: an int32 product, its fp16 value, and that in the type of the input; outliers are added to
+        a new tensor.
+        """
         numel = rows * self.spec.out_features
         product = tape.new(numel, INT32)
         out = to(tape, tape.new(numel, FLOAT16), dtype)

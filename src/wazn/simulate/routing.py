@@ -1,6 +1,7 @@
 """Which expert sees which token: the operations on indices, and the routers of the families.
 
-A router takes tokens x [T, H] and returns logits [T, E], the weights of the chosen experts [T, k] and their numbers [T, k].
+A router takes tokens x [T, H] and returns logits [T, E], the weights of the chosen experts [T, k] and their numbers
+[T, k].
 Sources: the `*TopKRouter` classes of transformers 5.24.
 """
 
@@ -160,7 +161,9 @@ def mixtral(tape: Tape, router: Router, x: Tensor) -> Routed:
 
 
 def qwen_moe(tape: Tape, router: Router, x: Tensor) -> Routed:
-    """Softmax in fp32; the chosen weights are normalised if the configuration says so, and cast to the type of the logits."""
+    """Softmax in fp32; the chosen weights are normalised if the configuration says so, and cast to the type of the
+    logits.
+    """
     spec = router.spec
     router_logits = router.logits(tape, x, value_of(router.weight))
     router_probs = softmax(tape, router_logits, FLOAT32)
@@ -237,7 +240,9 @@ def _logits_in_fp32(tape: Tape, router: Router, x: Tensor) -> Tensor:
 
 
 def _group_masks(tape: Tape, spec: MoeSpec, group_scores: Tensor, tokens: int) -> list[Tensor]:
-    """Return where no expert may be chosen [T, E], last, after what it is made of, which lives as long as the router's frame."""
+    """Return where no expert may be chosen [T, E], last, after what it is made of, which lives as long as the
+    router's frame.
+    """
     group_idx = top_k(tape, group_scores, tokens * spec.groups_per_token)[1]
     group_mask = tape.new(group_scores.numel, FLOAT32)
     score_mask = group_mask  # of one group, a view
@@ -250,7 +255,9 @@ def _group_masks(tape: Tape, spec: MoeSpec, group_scores: Tensor, tokens: int) -
 
 
 def ernie4_5_moe(tape: Tape, router: Router, x: Tensor) -> Routed:
-    """Without autocast: tokens and weight in fp32, softmax, chosen by corrected scores, normalised, cast to the tokens' type."""
+    """Without autocast: tokens and weight in fp32, softmax, chosen by corrected scores, normalised, cast to the
+    tokens' type.
+    """
     spec = router.spec
     assert router.correction is not None
     with tape.autocast(None):
