@@ -85,11 +85,12 @@ def sdpa_flash(
     shape: Shape,
     *,
     heads_first: bool = False,
+    cut: bool = False,
 ) -> Tensor:
     """_scaled_dot_product_flash_attention: saves q, k, v, the result, an fp32 log-sum-exp per head and token, the random state.
 
-    The result lies in memory as the queries do. Backward makes it contiguous if they are heads first, and allocates dq, dk, dv,
-    then the kernel's buffers.
+    The result lies in memory as the queries do. Backward makes it contiguous if they are heads first, and its gradient if the
+    result is cut (which fills zeros heads first), and allocates dq, dk, dv, then the kernel's buffers.
     Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     needs = query.requires_grad or key.requires_grad or value.requires_grad
@@ -103,14 +104,14 @@ def sdpa_flash(
     numel_query, numel_key, numel_value = query.numel, key.numel, value.numel
 
     def backward(gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        copy = tape.new(numel_query, dtype) if heads_first else None
+        copies = [tape.new(numel_query, dtype) for is_needed in (cut, heads_first) if is_needed]
         gradients = (
             tape.new(numel_query, dtype),
             tape.new(numel_key, dtype),
             tape.new(numel_value, dtype),
         )
         _flash_buffers(tape, shape, dtype)
-        del copy
+        copies.clear()
         return gradients
 
     return tape.record(out, (query, key, value), saved, backward)
@@ -418,6 +419,7 @@ def scaled_dot_product_attention(
     if mask is not None and mask.dtype is BOOL:
         mask = additive_mask(tape, mask, query.dtype)
     if kernel is SdpaKernel.FLASH:
+        layout.heads_first = shape.num_heads > 1 and shape.head_dim % 8 != 0
         return _padded_flash(tape, query, key, value, shape, heads_first=heads_first)
     if kernel is SdpaKernel.EFFICIENT:
         if mask is not None and shape.seq_len % 8:
@@ -454,5 +456,5 @@ def _padded_flash(
     query = pad(tape, query, query.numel // head_dim * padded)
     key = pad(tape, key, key.numel // head_dim * padded)
     value = pad(tape, value, value.numel // head_dim * padded)
-    out = sdpa_flash(tape, query, key, value, shape._replace(head_dim=padded), heads_first=True)
+    out = sdpa_flash(tape, query, key, value, shape._replace(head_dim=padded), heads_first=True, cut=True)
     return narrow(tape, out, numel), True

@@ -153,6 +153,8 @@ def sdpa_on_cuda(
         )
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = _additive(attn_mask, query.dtype)
+        if attn_mask is not None and kernel is SdpaKernel.EFFICIENT:
+            attn_mask = _aligned(attn_mask)
         if kernel is SdpaKernel.FLASH:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if kernel is SdpaKernel.EFFICIENT:
@@ -202,7 +204,7 @@ def _efficient(
     scale: float | None,
 ) -> torch.Tensor:
     if attn_mask is not None:
-        attn_mask = _aligned(attn_mask).expand(*query.shape[:3], key.shape[2])
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query,
         key,
