@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.agreement.compare import DTYPES, TapeTrace, leaf, run_on_tape
 from tests.recipes import BF16, make_recipe
+from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
 from wazn.recipe import Attention, Method
 from wazn.simulate.build import load
@@ -125,6 +126,7 @@ def tape_layer(
     def prepare(tape: Tape) -> Any:
         context = Context(
             tape=tape,
+            habits=resolve_stack("hf", family=spec.family),
             micro_batch=batch,
             seq_len=length,
             attention=how.attention,

@@ -136,6 +136,11 @@ class Habits:
     adapters_fp32: bool
     keeps_quantized_input: bool
 
+    @property
+    def cache_copies(self) -> bool:
+        """Whether the cache object makes new keys and values, which attention then uses: in 4.56 and 4.57."""
+        return self.kv_cache is KvCache.OBJECT and self.version in ("4.56", "4.57")
+
 
 RULED_FIELDS = tuple(
     field for field in Habits.__dataclass_fields__ if field not in ("stack", "version", "family")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wazn.dtypes import FLOAT32
+from wazn.facts.stacks import Habits
 from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
 from wazn.simulate.attention_kernels import (
@@ -47,14 +48,9 @@ __all__ = ["Attended", "AttentionModule", "attend", "implementation"]
 
 Attended = tuple[Tensor, "Tensor | None"]
 
-_EAGER_ONLY = frozenset({"bloom", "mpt", "gpt_neo", "gpt_oss"})
-
-
-def implementation(spec: AttentionSpec, asked: Attention) -> Attention:
+def implementation(habits: Habits, asked: Attention) -> Attention:
     """Return what runs: transformers falls back to eager where a class does not know `scaled_dot_product_attention`."""
-    if asked is Attention.SDPA and (spec.code in _EAGER_ONLY or spec.softcap is not None):
-        return Attention.EAGER
-    return asked
+    return Attention.EAGER if asked is Attention.SDPA and habits.eager_attention else asked
 
 
 class AttentionModule:
@@ -111,6 +107,7 @@ class AttentionModule:
         if spec.norm_after_rotary and self.q_norm is not None and self.k_norm is not None:
             query = self.q_norm(tape, query)
             key = self.k_norm(tape, key)
+        key, value = context.remember(key, value)
         tape.label = "attention"
         out, weights = attend(
             context,
@@ -141,7 +138,9 @@ class AttentionModule:
         """Return queries, keys and values as heads. `layout`: of the gradients that the attention function gives."""
         tape, spec = context.tape, self.spec
         rotated = self._rotated_layout or layout
-        rotated_keys, values = rotated, layout
+        # keys and values that a cache copied are heads first, and so are their gradients
+        values = HEADS_FIRST if context.cache_copies else layout
+        rotated_keys = self._rotated_layout or values
         if spec.num_kv_heads == 1:  # a single head is both orders at once
             rotated_keys = values = GradientLayout()
         elif rotated is layout and context.micro_batch == 1 and spec.num_kv_heads == spec.num_heads:
@@ -241,9 +240,9 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Attended:
     """Call the attention function and merge the heads; returns [B, S, h * e] and the weights of eager attention."""
-    match implementation(spec, context.attention):
+    match implementation(context.habits, context.attention):
         case Attention.FLASH:
-            return _flash(context, query, key, value, shape, heads_first=heads_first), None
+            return _flash(context, query, key, value, shape, heads_first, layout), None
         case Attention.EAGER:
             layout.heads_first = shape.num_heads > 1
             return _eager(context, spec, query, key, value, shape, heads_first, sinks)
@@ -265,17 +264,30 @@ def _sdpa(
     heads_first: bool,
     layout: GradientLayout,
 ) -> Tensor:
-    """transformers' sdpa_attention_forward: grouped heads are repeated where a mask is given or heads are too wide."""
-    tape = context.tape
-    mask = context.masks.get(spec.window)
+    """transformers' sdpa_attention_forward.
+
+    Grouped heads are repeated where the stack does so, a mask is given or heads are too wide; some releases then copy what is
+    a transposed view.
+    """
+    tape, habits = context.tape, context.habits
+    mask = context.mask(spec.window)
     groups = shape.num_heads // shape.num_kv_heads
-    enable_gqa = groups > 1 and mask is None and shape.head_dim == shape.value_dim <= 256
+    can_group = not habits.repeat_kv and mask is None
+    enable_gqa = groups > 1 and can_group and shape.head_dim == shape.value_dim <= 256
+    copied = context.cache_copies
     if groups > 1 and not enable_gqa:
-        repeat = expand_copy if shape.num_kv_heads > 1 else expand  # one head: a view
+        copied = shape.num_kv_heads > 1
+        repeat = expand_copy if copied else expand  # one head: a view
         key = repeat(tape, key, key.numel * groups)
         value = repeat(tape, value, value.numel * groups)
-        layout.heads_first = shape.num_kv_heads > 1
+        layout.heads_first = copied
         shape = shape._replace(num_kv_heads=shape.num_heads)
+    if habits.contiguous_qkv and shape.num_heads > 1:
+        query = query if heads_first else contiguous(tape, query)
+        if not copied and shape.num_kv_heads > 1:
+            key = key if heads_first and groups == 1 else contiguous(tape, key)
+            value = contiguous(tape, value)
+        heads_first = layout.heads_first = True
     out, out_heads_first = scaled_dot_product_attention(
         tape,
         query,
@@ -300,8 +312,8 @@ def _flash(
     key: Tensor,
     value: Tensor,
     shape: Shape,
-    *,
     heads_first: bool,
+    layout: GradientLayout,
 ) -> Tensor:
     """transformers' flash_attention_forward without padding; what is in fp32 under autocast is cast."""
     tape = context.tape
@@ -313,6 +325,7 @@ def _flash(
         narrow_values
     ):  # latent attention: values are padded to the heads of the queries, the result is cut
         value = pad(tape, value, value.numel // shape.value_dim * shape.head_dim)
+    layout.heads_first = shape.num_heads > 1 and shape.head_dim % 8 != 0  # gradients are cut
     out = flash_attn(tape, query, key, value, shape)
     if narrow_values:
         out = narrow(tape, out, shape.num_rows * shape.value_dim)
@@ -345,7 +358,7 @@ def _eager(
         weights = mul_scalar(tape, weights)
         weights = pointwise_of_result(tape, weights)
         weights = mul_scalar(tape, weights)
-    mask = context.masks.get(spec.window)
+    mask = context.mask(spec.window)
     if mask is not None:
         weights = add(tape, weights, mask)
     weights = _PROBABILITIES.get(spec.code, _fp32_softmax)(

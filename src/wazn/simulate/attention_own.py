@@ -111,7 +111,7 @@ class FalconAttention(_OwnAttention):
                 query,
                 key,
                 value,
-                context.masks[None],
+                context.masks.get(None),
                 shape,
                 probability=spec.dropout if spec.alibi else 0.0,
                 capability=context.capability,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from wazn.dtypes import BOOL
+from wazn.facts.stacks import Habits
 from wazn.recipe import Attention
+from wazn.simulate.ops import cat
 from wazn.simulate.tape import Tape, Tensor
 
 __all__ = ["Context"]
@@ -14,14 +18,18 @@ __all__ = ["Context"]
 class Context:
     """One micro-batch on its way through the model: B = micro_batch, S = seq_len.
 
+    habits: of the training stack: how masks, tables and attention are written.
     attention: the implementation that was asked for; `scaled_dot_product_attention` chooses its kernel itself.
     cos, sin: the rotary tables [1, S, rotary_dim] of this pass; None without rotary.
     sliding_cos, sliding_sin: those of the layers with a window, where they have their own.
     masks: the attention masks [B, 1, S, S] of this pass by window (None: causal over everything), empty where the kernel takes none.
     alibi: the bias of BLOOM, Falcon and MPT.
+    layer_tables: makes cos and sin for one layer, where each has its own.
+    cache: keys and values of every layer with their layer, which the model's outputs hold; None where none are kept.
     """
 
     tape: Tape
+    habits: Habits
     micro_batch: int
     seq_len: int
     attention: Attention
@@ -32,16 +40,53 @@ class Context:
     sliding_sin: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     alibi: Tensor | None = None
+    layer_tables: Callable[[int | None], tuple[Tensor, Tensor]] | None = None
+    cache: list[tuple[int | None, Tensor, Tensor]] | None = None
 
     @property
     def num_tokens(self) -> int:
         """B x S."""
         return self.micro_batch * self.seq_len
 
+    @property
+    def cache_copies(self) -> bool:
+        """Whether attention goes on with copies of keys and values that the cache made."""
+        return self.cache is not None and self.habits.cache_copies
+
     def tables(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin for a layer with this window."""
+        if self.layer_tables is not None:
+            return self.layer_tables(window)
         if window is not None and self.sliding_cos is not None and self.sliding_sin is not None:
             return self.sliding_cos, self.sliding_sin
         assert self.cos is not None
         assert self.sin is not None
         return self.cos, self.sin
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Return the mask for a layer with this window.
+
+        Where the model makes one mask that knows no windows, each layer with a window makes its own of it (`torch.where`).
+        """
+        mask = self.masks.get(window)
+        if mask is None or window is None or mask.dtype is BOOL or not self.habits.sdpa_mask:
+            return mask
+        tape = self.tape
+        ones = tape.new(mask.numel, BOOL)
+        outside = tape.new(mask.numel, BOOL)
+        del ones
+        own = tape.new(mask.numel, mask.dtype)
+        del outside
+        return own
+
+    def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a layer's keys and values into the cache; return those that attention goes on with.
+
+        A cache that copies joins them to empty tensors: new ones, contiguous as [B, g, S, d].
+        """
+        if self.cache is None:
+            return key, value
+        if self.cache_copies:
+            key, value = cat(self.tape, (key,)), cat(self.tape, (value,))
+        self.cache.append((self.tape.layer, key, value))
+        return key, value

@@ -35,9 +35,9 @@ def hidden_states(
     x = _embedded(tape, model, context, x, position_ids)
     make_rotary_tables(context, spec, x.dtype)
     x = run_layers(tape, model.layers, recipe, context, x)
-    del position_ids, inputs_embeds
     if model.final_norm is not None:
         x = model.final_norm(tape, x)
+    del position_ids, inputs_embeds
     if model.project_out is not None:
         x = model.project_out(tape, x)
     return x

@@ -7,14 +7,16 @@ here, and dies when that function returns. The programs and their versions: docs
 from __future__ import annotations
 
 from wazn.dtypes import FLOAT32, INT64
-from wazn.facts.stacks import Habits, LossProgram, Shift, Upcast
+from wazn.facts.stacks import Habits, KvCache, LossProgram, Shift, Upcast
 from wazn.model.spec import ModelSpec
 from wazn.simulate.modules import Module
 from wazn.simulate.ops import contiguous, mul_scalar, narrow, pointwise_of_result, to
 from wazn.simulate.tape import Tape, Tensor
 from wazn.timeline.events import Category, Phase
 
-__all__ = ["causal_lm_loss", "cross_entropy", "log_softmax", "nll_loss"]
+__all__ = ["causal_lm_loss", "cross_entropy", "held_outputs", "log_softmax", "nll_loss"]
+
+Cache = list[tuple[int | None, Tensor, Tensor]]
 
 
 def log_softmax(tape: Tape, x: Tensor) -> Tensor:
@@ -64,10 +66,31 @@ def causal_lm_loss(
     """Return the loss and the logits that the model's outputs hold, [B, S, V]."""
     tape.category = Category.LOGITS_AND_LOSS
     loss, logits = _forward(tape, spec, head, hidden, labels, habits, micro_batch)
-    if tape.autocast_dtype is not None and habits.outputs_to_fp32:
-        logits = to(tape, logits, FLOAT32)
     tape.category = Category.TEMPORARY
     return loss, logits
+
+
+def held_outputs(tape: Tape, logits: Tensor, cache: Cache | None, habits: Habits) -> list[object]:
+    """Return what the outputs hold beside the loss once accelerate has copied their 16-bit tensors to fp32, under autocast.
+
+    It looks into tuples, not into a cache object. What was copied dies when everything has been.
+    """
+    if tape.autocast_dtype is None or not habits.outputs_to_fp32:
+        return [logits, cache]
+    tape.category = Category.LOGITS_AND_LOSS
+    raised: list[object] = [to(tape, logits, FLOAT32)]
+    tape.category = Category.ACTIVATIONS
+    if cache is None or habits.kv_cache is not KvCache.TUPLE:
+        raised.append(cache)
+    else:
+        tape.label = "keys and values in fp32"
+        with tape.no_grad():  # nobody asks for their gradients
+            for layer, key, value in cache:
+                tape.enter_layer(layer)
+                raised.append((to(tape, key, FLOAT32), to(tape, value, FLOAT32)))
+        tape.enter_layer(None)
+    tape.category = Category.TEMPORARY
+    return raised
 
 
 def _forward(
@@ -112,9 +135,8 @@ def _loss_function(
     if program.upcast is not Upcast.NONE:
         logits = to(tape, logits, FLOAT32)
     if program.shift is Shift.PAD_LABELS:
-        padded = tape.new(labels.numel + micro_batch, INT64)
+        padded = tape.new(labels.numel + micro_batch, INT64)  # noqa: F841 - alive until the function returns
         labels = tape.new(labels.numel, INT64)
-        del padded
         return cross_entropy(tape, logits, labels)
     shifted, shifted_labels = _shift(tape, logits, labels, micro_batch)
     return cross_entropy(tape, shifted, shifted_labels)

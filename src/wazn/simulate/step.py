@@ -11,23 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wazn.dtypes import INT64, UINT8
-from wazn.facts.stacks import Habits
+from wazn.facts.stacks import Habits, KvCache
 from wazn.model.spec import ModelSpec
-from wazn.recipe import Recipe
+from wazn.recipe import Checkpointing, Recipe
 from wazn.simulate.build import load
 from wazn.simulate.checkpointing import is_checkpointed
 from wazn.simulate.context import Context
 from wazn.simulate.forward import hidden_states
-from wazn.simulate.loss import causal_lm_loss
+from wazn.simulate.loss import causal_lm_loss, held_outputs
 from wazn.simulate.optimizers import clip_gradients, make_optimizer
 from wazn.simulate.repeat import LayerPlan, NotRepeatable, expand, plan_layers
 from wazn.simulate.tape import Tape, Tensor
 from wazn.simulate.trained import Trained
+from wazn.simulate.versions import as_written, make_buffers
 from wazn.timeline.events import PASS, Category, Phase, Segment, Timeline
+from wazn.units import round_up
 
 __all__ = ["Simulation", "simulate"]
 
 NUM_STEPS = 2
+BLOCK = 512  # what PyTorch's allocator rounds to
+_INPUTS = ("input_ids", "labels", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +51,20 @@ def simulate(
     *,
     capability: tuple[int, int] = (8, 0),
     workspace_bytes: int = 0,
+    num_fetched: int | None = None,
     every_layer: bool = False,
 ) -> Simulation:
     """Return what loading the model and two optimizer steps allocate.
 
     Args:
-        habits: of the training stack: how the loss is written.
+        habits: of the training stack: how the loss, the loop and the family's class are written.
+        num_fetched: micro-batches that are on the GPU at once where the stack fetches a whole step; by default those of the recipe.
         capability: the card's compute capability, by which kernels are chosen.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices: one for forward, one for backward.
         targets: the linears that carry adapters, by their names within a layer.
         every_layer: run every layer, micro-batch and step for itself; the result is the same, later.
     """
+    spec = as_written(spec, habits)
     setup = _Setup(
         spec=spec,
         recipe=recipe,
@@ -66,6 +73,7 @@ def simulate(
         trained=Trained(spec, recipe),
         capability=capability,
         workspace_bytes=workspace_bytes,
+        num_fetched=recipe.grad_accum if num_fetched is None else num_fetched,
     )
     whole = LayerPlan(num_layers=spec.num_layers)
     was_enabled = gc.isenabled()
@@ -93,6 +101,7 @@ class _Setup:
     trained: Trained
     capability: tuple[int, int]
     workspace_bytes: int
+    num_fetched: int
 
     def plan(self, *, first_apart: bool) -> LayerPlan:
         """Layers do the same when they have the same spec, the same checkpointing, and the same weights are trained.
@@ -124,10 +133,12 @@ class _Run:
         layers = tuple(setup.spec.layers[index] for index in plan.run)
         self.spec = replace(setup.spec, num_layers=len(layers), layers=layers)
         self.model = load(tape, self.spec, recipe, setup.targets, setup.trained, plan.run)
+        self.buffers = make_buffers(tape, self.spec, recipe, setup.habits)
         for layer, index in zip(self.model.layers, plan.run, strict=True):
             layer.checkpointed = is_checkpointed(recipe, index)
         self.optimizer = make_optimizer(tape, self.model.parameters, recipe)
         self.workspaces: list[Tensor] = []
+        self.batches: list[Tensor] = []
 
     def run(self, *, every_step: bool = False) -> Simulation:
         segments = self._all_steps() if every_step else self._steps_once()
@@ -143,7 +154,8 @@ class _Run:
 
     def _all_steps(self) -> list[Segment]:
         for step in range(1, NUM_STEPS + 1):
-            for _ in range(self.recipe.grad_accum):
+            for number in range(self.recipe.grad_accum):
+                self._fetch(step=step, number=number)
                 self._micro_batch(step=step)
             self._clip()
             self._update()
@@ -154,6 +166,7 @@ class _Run:
         """Run the first step; write the second one, but for its optimizer step, from it."""
         tape, num_micro_batches = self.tape, self.recipe.grad_accum
         loaded = tape.cut()
+        fetched = [self._fetched(step=1, number=0)]
         self._micro_batch(step=1)
         first = tape.cut()
         kept_gradients = not self.recipe.zero_grad_set_to_none
@@ -165,6 +178,9 @@ class _Run:
         clip = tape.cut()
         self._update()
         first_update = tape.cut()
+        # a pass holds no inputs beyond those of the loop, so they can be fetched when all passes have been run
+        fetched += [self._fetched(step=1, number=number) for number in range(1, num_micro_batches)]
+        fetched += [self._fetched(step=2, number=number) for number in range(num_micro_batches)]
         tape.step = 2
         self._update()
         second_update = tape.cut()
@@ -173,35 +189,57 @@ class _Run:
         tape.finish()
 
         copies = _Copies(tape.num_passes)
-        segments = [*loaded, *first]
-        for _ in range(num_micro_batches - 1):
+        segments = [*loaded, *fetched[0], *first]
+        for number in range(1, num_micro_batches):
+            segments += fetched[number]
             segments += copies.fresh(later, step=1)
         segments += [*clip, *first_update, *copies.same(zero, step=1)]
         first = without_workspaces(first)
         if kept_gradients:
-            for _ in range(num_micro_batches):
+            for number in range(num_micro_batches):
+                segments += fetched[num_micro_batches + number]
                 segments += copies.fresh(later, step=2)
             return segments + [*copies.fresh(clip, step=2), *second_update, *zero]
         rest = [*clip, *second_update, *zero]
         renamed = copies.fresh(first, step=2, among=[*first, *rest])
+        segments += fetched[num_micro_batches]
         segments += renamed[: len(first)]
-        for _ in range(num_micro_batches - 1):
+        for number in range(1, num_micro_batches):
+            segments += fetched[num_micro_batches + number]
             segments += copies.fresh(later, step=2)
         return segments + renamed[len(first) :]
+
+    def _fetched(self, *, step: int, number: int) -> list[Segment]:
+        self._fetch(step=step, number=number)
+        return self.tape.cut()
+
+    def _fetch(self, *, step: int, number: int) -> None:
+        """Put micro-batch `number` of a step on the GPU, or all of them with the first one; the loop holds the last ones till then."""
+        tape, recipe, setup = self.tape, self.recipe, self.setup
+        at_once = setup.habits.fetches_step_at_once
+        if at_once and number:
+            return
+        tape.enter(Phase.FORWARD, step=step)
+        tokens = recipe.micro_batch * recipe.seq_len
+        batches = [
+            tape.new_tagged(tokens, INT64, Category.INPUTS, name)
+            for _ in range(recipe.grad_accum if at_once else 1)
+            for name in _INPUTS
+        ]
+        beyond = (setup.num_fetched - recipe.grad_accum) * round_up(tokens * INT64.itemsize, BLOCK)
+        if at_once and beyond > 0:
+            batches += [
+                tape.new_tagged(beyond, UINT8, Category.INPUTS, f"more {name}") for name in _INPUTS
+            ]
+        self.batches = batches
 
     def _micro_batch(self, *, step: int) -> None:
         tape, recipe = self.tape, self.recipe
         tape.enter(Phase.FORWARD, step=step)
         self._take_workspace(first=not self.workspaces)
-        tokens = recipe.micro_batch * recipe.seq_len
-        inputs = [
-            tape.new_tagged(tokens, INT64, Category.INPUTS, name)
-            for name in ("input_ids", "labels", "attention_mask")
-        ]
-        loss, outputs = self._forward(inputs[0], inputs[1])
-        del inputs
+        loss, outputs = self._forward(self.batches[0], self.batches[1])
         if not recipe.keep_outputs:
-            del outputs
+            outputs.clear()
         tape.enter(Phase.BACKWARD)
         self._take_workspace(first=len(self.workspaces) == 1)
         tape.label = "loss"
@@ -217,27 +255,35 @@ class _Run:
                 )
             )
 
-    def _forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        tape, recipe = self.tape, self.recipe
+    def _forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, list[object]]:
+        """Return the loss, and what the model's outputs hold beside it."""
+        tape, recipe, habits = self.tape, self.recipe, self.setup.habits
+        keeps_cache = (
+            habits.kv_cache is not KvCache.NONE and recipe.checkpointing is Checkpointing.NONE
+        )
         context = Context(
             tape=tape,
+            habits=habits,
             micro_batch=recipe.micro_batch,
             seq_len=recipe.seq_len,
             attention=recipe.attention,
             capability=self.setup.capability,
-            masks={},
+            cache=[] if keeps_cache else None,
         )
         with tape.autocast(recipe.precision.autocast_dtype):
             hidden = hidden_states(tape, self.model, recipe, context, input_ids)
-            return causal_lm_loss(
+            if recipe.checkpointing is Checkpointing.NONE:
+                context.masks = {}  # a name of the model's forward; checkpointed calls keep it
+            loss, logits = causal_lm_loss(
                 tape,
                 self.spec,
                 self.model.head,
                 hidden,
                 labels,
-                habits=self.setup.habits,
+                habits=habits,
                 micro_batch=recipe.micro_batch,
             )
+            return loss, held_outputs(tape, logits, context.cache, habits)
 
     def _clip(self) -> None:
         clip_gradients(self.tape, self.model.parameters, self.recipe)

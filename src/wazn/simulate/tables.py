@@ -6,7 +6,11 @@ Sources: masking_utils.py and the models' `forward` in transformers 5.24.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from wazn.dtypes import BOOL, FLOAT32, INT64, Dtype
+from wazn.facts.stacks import WindowMask
 from wazn.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
 from wazn.recipe import Attention
 from wazn.simulate.attention import implementation
@@ -37,12 +41,59 @@ def make_masks(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
         if first is not None and first.alibi and first.code == "mpt":
             assert spec.max_positions is not None
             context.alibi = _mpt_alibi(tape, first.num_heads, spec.max_positions)
-        for window, attention in attentions.items():
-            mask = _mask(context, attention, window, dtype)
-            if mask is not None:
-                context.masks[window] = mask
+        if _one_for_all(context):
+            shared = _shared_mask(context, list(attentions.values()), dtype)
+            if shared is not None:
+                context.masks = dict.fromkeys(attentions, shared)
+        else:
+            for window, attention in attentions.items():
+                mask = _mask(context, attention, window, dtype)
+                if mask is not None:
+                    context.masks[window] = mask
         if first is not None and first.alibi and first.code == "falcon":
             _merge_alibi(context, first, dtype)
+
+
+def _one_for_all(context: Context) -> bool:
+    """Whether one mask serves layers with a window and without one: before 4.53."""
+    return context.habits.window_mask in (WindowMask.NONE, WindowMask.ADDITIVE)
+
+
+def _shared_mask(
+    context: Context, attentions: Sequence[AttentionSpec], dtype: Dtype
+) -> Tensor | None:
+    """The mask of models that write it themselves: additive where there is one; boolean in GPT-BigCode, MPT and GPT-Neo as now."""
+    if not attentions:
+        return None
+    habits, first = context.habits, attentions[0]
+    match implementation(habits, context.attention):
+        case Attention.FLASH:
+            return None
+        case Attention.EAGER:
+            return _mask(context, first, first.window, dtype)
+        case _:
+            if habits.family == "gpt_bigcode" or first.code == "falcon":
+                return _mask(context, first, None, dtype)
+            windows = [item.window for item in attentions if item.window is not None]
+            is_needed = habits.sdpa_mask or (
+                habits.window_mask is WindowMask.ADDITIVE
+                and any(window <= context.seq_len for window in windows)
+            )
+            return _additive_mask(context, dtype) if is_needed else None
+
+
+def _additive_mask(context: Context, dtype: Dtype) -> Tensor:
+    """_prepare_4d_causal_attention_mask_with_cache_position: [B, 1, S, S], with a sum to find what is padded."""
+    tape, square = context.tape, context.seq_len * context.seq_len
+    causal = tape.new(square, dtype)
+    mask = tape.new(square * context.micro_batch, dtype)
+    del causal
+    padding = tape.new(mask.numel, dtype)
+    is_padding = tape.new(mask.numel, BOOL)
+    del padding
+    filled = tape.new(mask.numel, dtype)
+    del filled, is_padding
+    return mask
 
 
 def _mask(
@@ -50,12 +101,12 @@ def _mask(
 ) -> Tensor | None:
     """create_causal_mask, create_sliding_window_causal_mask: [B, 1, S, S], or None where the kernel is causal by itself.
 
-    `scaled_dot_product_attention` gets a boolean one where the window is shorter than the batch, and always from Falcon; eager
-    attention always gets one to add; flash-attn gets none.
+    `scaled_dot_product_attention` gets a boolean one where the window is shorter than the batch, and where the family always has
+    one; eager attention always gets one to add; flash-attn gets none.
     """
-    tape = context.tape
+    tape, habits = context.tape, context.habits
     padding = tape.new(context.num_tokens, BOOL)
-    match implementation(attention, context.attention):
+    match implementation(habits, context.attention):
         case Attention.FLASH:
             return None
         case Attention.EAGER:
@@ -68,9 +119,16 @@ def _mask(
                 return tape.new(additive.numel, BOOL)
             return additive
         case _:
-            if attention.code != "falcon" and (window is None or context.seq_len < window):
-                return None
-            return _boolean_mask(context, padding, sliding=window is not None)
+            if habits.window_mask is WindowMask.UNUSED and window is None:
+                context.masks[0] = _boolean_mask(context, padding, sliding=True)
+            is_needed = (
+                habits.sdpa_mask
+                or (attention.code == "falcon" and attention.alibi)
+                or (window is not None and context.seq_len >= window)
+            )
+            return (
+                _boolean_mask(context, padding, sliding=window is not None) if is_needed else None
+            )
 
 
 def _boolean_mask(context: Context, padding: Tensor, *, sliding: bool) -> Tensor:
@@ -137,6 +195,7 @@ def _merge_alibi(context: Context, attention: AttentionSpec, dtype: Dtype) -> No
 
 
 _FP32_TABLES = frozenset({"olmo", "ernie4_5"})
+_STORED_IN_VAIN = frozenset({"llama", "olmo"})  # kept for others' code, not read
 
 
 def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
@@ -154,11 +213,30 @@ def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
             context.cos = context.sin = _complex_tables(context, spec.rotary_dim)
             return
         table_dtype = FLOAT32 if code in _FP32_TABLES else dtype
+        if context.habits.rotary_per_layer:
+            context.layer_tables = partial(
+                _layer_tables, context, spec.rotary_dim, table_dtype, code
+            )
+            return
         context.cos, context.sin = _tables(context, spec.rotary_dim, table_dtype, code)
         if spec.rotary_tables > 1:
             context.sliding_cos, context.sliding_sin = _tables(
                 context, spec.rotary_dim, table_dtype, code
             )
+
+
+def _layer_tables(
+    context: Context, rotary_dim: int, dtype: Dtype, code: str, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The tables of one layer, in the type of its values: rows of what it stores, or made anew."""
+    tape, habits = context.tape, context.habits
+    if dtype is not FLOAT32 and tape.autocast_dtype is not None:
+        dtype = tape.autocast_dtype
+    with tape.no_grad():
+        if habits.rotary_stored and habits.family not in _STORED_IN_VAIN:
+            numel = context.seq_len * rotary_dim
+            return tape.new(numel, dtype), tape.new(numel, dtype)
+        return _tables(context, rotary_dim, dtype, code)
 
 
 def _rotary_code(spec: ModelSpec) -> str:
