@@ -189,22 +189,21 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
 
 
 def _patch_imports() -> Callable[[], None]:
-    """Put in what transformers before 4.54 imports from flash-attn when it is itself imported; return
-    the way back.
-    """
-    module = import_module("transformers.modeling_flash_attention_utils")
+    """Put in what transformers 4.43 to 4.53 imports from flash-attn when it is itself imported; return the way back."""
+    module = sys.modules.get("transformers.modeling_flash_attention_utils")
     missing = {
         "flash_attn_func": flash_attn_func,
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "_flash_supports_window_size": True,
     }
+    if module is None or hasattr(module, "lazy_import_flash_attention"):
+        return lambda: None
     names = [name for name in missing if not hasattr(module, name)]
-    if hasattr(module, "lazy_import_flash_attention"):
-        names = []
-    module.__dict__.update({name: missing[name] for name in names})
+    contents = module.__dict__
+    contents.update({name: missing[name] for name in names})
 
     def restore() -> None:
         for name in names:
-            del module.__dict__[name]
+            del contents[name]
 
     return restore

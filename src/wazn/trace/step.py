@@ -155,7 +155,9 @@ def _text_config(config: dict[str, Any], num_layers: int | None) -> Any:
 
     wanted = {name: value for name, value in config.items() if not name.startswith("_")}
     wanted.pop("auto_map", None)
-    hf_config = AutoConfig.for_model(wanted.pop("model_type"), **wanted).get_text_config()
+    hf_config = AutoConfig.for_model(wanted.pop("model_type"), **wanted)
+    if hasattr(hf_config, "get_text_config"):  # since 4.45
+        hf_config = hf_config.get_text_config()
     if num_layers is None:
         return hf_config
     before = hf_config.num_hidden_layers
@@ -332,7 +334,11 @@ class _Loop:
             with _phase(self.tracker, Phase.LOSS):
                 return original(*args, **kwargs)
 
-        base.loss_function = marked
+        try:
+            base.loss_function = marked
+        except AttributeError:  # a property without a setter, in 4.46 and 4.47
+            own = type(base)
+            base.__class__ = type(own.__name__, (own,), {"loss_function": staticmethod(marked)})
 
 
 @contextmanager
