@@ -19,11 +19,10 @@ import wazn
 
 GPU = "a100-80gb"
 MISTRAL = "mistralai/Mistral-7B-v0.1"
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"  # measured: its Instruct variant, the same architecture
 # Not in the catalogue. The biases follow from `left`: 40 x (4 x 2304 + 2 x 9216 + 2304) parameters more than without.
 POWERLM = str(Path(__file__).with_name("powerlm-3b.json"))
 LORA = {"method": "lora", "rank": 16, "targets": "attention", "lora_dropout": 0.1}
-# The last batch is on the card until training has ended: ids, labels and mask, 8 bytes each.
-BATCH_BYTES_PER_TOKEN = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class Run:
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"{Path(self.model).stem}-{self.options['method']}-{self.micro_batch}"
+        return f"{Path(self.model).name.removesuffix('.json')}-{self.options['method']}-{self.micro_batch}"
 
     @property
     def question(self) -> dict[str, Any]:
@@ -81,6 +80,10 @@ RUNS = [
         options=QLORA),
     Run(row=79, model=MISTRAL, micro_batch=8, peak=28_412_178_944, left=4_306_889_728,
         options=QLORA),
+    Run(row=85, model=MIXTRAL, micro_batch=4, peak=36_731_843_072, left=24_664_501_248,
+        options=QLORA),
+    Run(row=87, model=MIXTRAL, micro_batch=8, peak=48_770_183_680, left=24_664_894_464,
+        options=QLORA),
     Run(row=1, model=POWERLM, micro_batch=4, peak=35_134_836_736, left=21_089_537_536,
         options=plain(FULL, "hf@4.45")),
     Run(row=3, model=POWERLM, micro_batch=8, peak=47_059_390_976, left=21_089_930_752,
@@ -96,18 +99,17 @@ LLAMA_70B = Run(row=93, model="meta-llama/Llama-2-70b-hf", micro_batch=4, peak=6
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_the_measured_peak(run: Run) -> None:
-    """Full fine-tuning, LoRA and QLoRA of two models at two versions: within 0.002 % of the measured peak."""
+    """Full fine-tuning, LoRA and QLoRA of three models at two versions: within 0.001 % of the measured peak."""
     answer = wazn.estimate(run.model, gpu=GPU, **run.question)
-    assert answer.peak.allocated_bytes == pytest.approx(run.peak, rel=2e-5)
+    assert answer.peak.allocated_bytes == pytest.approx(run.peak, rel=1e-5)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_what_is_left(run: Run) -> None:
-    """What stays after an optimizer step and the last batch are what was left when training had ended, to 256 KiB."""
+    """What stays after an optimizer step, the last batch too, is what was left in the end: to 512 KiB of 4 GB and more."""
     answer = wazn.estimate(run.model, gpu=GPU, **run.question)
-    batch = BATCH_BYTES_PER_TOKEN * run.micro_batch * 4096
-    left = wazn.peak(answer.timeline).resident_bytes + batch
-    assert left == pytest.approx(run.left, abs=256 * 1024)
+    left = wazn.peak(answer.timeline).resident_bytes
+    assert left == pytest.approx(run.left, abs=512 * 1024)
 
 
 def test_a_model_of_70_billion_parameters() -> None:
@@ -122,7 +124,7 @@ def test_the_two_runs_that_the_project_was_begun_with(checkpointing: str) -> Non
     for run in (RUNS[0], RUNS[3]):
         question = {**run.question, "checkpointing": checkpointing}
         answer = wazn.estimate(run.model, gpu=GPU, **question)
-        assert answer.peak.allocated_bytes == pytest.approx(run.peak, rel=2e-5)
+        assert answer.peak.allocated_bytes == pytest.approx(run.peak, rel=1e-5)
 
 
 def test_full_fine_tuning_peaks_in_the_optimizer_step() -> None:
