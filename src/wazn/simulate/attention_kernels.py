@@ -419,7 +419,8 @@ def scaled_dot_product_attention(
     if mask is not None and mask.dtype is BOOL:
         mask = additive_mask(tape, mask, query.dtype)
     if kernel is SdpaKernel.FLASH:
-        layout.heads_first = shape.num_heads > 1 and shape.head_dim % 8 != 0
+        if shape.num_heads > 1 and shape.head_dim % 8:
+            layout.heads_first = True
         return _padded_flash(tape, query, key, value, shape, heads_first=heads_first)
     if kernel is SdpaKernel.EFFICIENT:
         if mask is not None and shape.seq_len % 8:

@@ -40,7 +40,7 @@ class Context:
     sliding_sin: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     alibi: Tensor | None = None
-    layer_tables: Callable[[int | None], tuple[Tensor, Tensor]] | None = None
+    layer_tables: Callable[[Context], tuple[Tensor, Tensor]] | None = None
     cache: list[tuple[int | None, Tensor, Tensor]] | None = None
 
     @property
@@ -56,7 +56,7 @@ class Context:
     def tables(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin for a layer with this window."""
         if self.layer_tables is not None:
-            return self.layer_tables(window)
+            return self.layer_tables(self)
         if window is not None and self.sliding_cos is not None and self.sliding_sin is not None:
             return self.sliding_cos, self.sliding_sin
         assert self.cos is not None

@@ -215,7 +215,7 @@ def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
         table_dtype = FLOAT32 if code in _FP32_TABLES else dtype
         if context.habits.rotary_per_layer:
             context.layer_tables = partial(
-                _layer_tables, context, spec.rotary_dim, table_dtype, code
+                _layer_tables, rotary_dim=spec.rotary_dim, dtype=table_dtype, code=code
             )
             return
         context.cos, context.sin = _tables(context, spec.rotary_dim, table_dtype, code)
@@ -226,7 +226,7 @@ def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
 
 
 def _layer_tables(
-    context: Context, rotary_dim: int, dtype: Dtype, code: str, window: int | None
+    context: Context, *, rotary_dim: int, dtype: Dtype, code: str
 ) -> tuple[Tensor, Tensor]:
     """The tables of one layer, in the type of its values: rows of what it stores, or made anew."""
     tape, habits = context.tape, context.habits

@@ -18,7 +18,8 @@ _OWN = "own"
 
 def as_written(spec: ModelSpec, habits: Habits) -> ModelSpec:
     """Return the model with the norms and the rotary code that its class has at that version; layers that were equal stay so."""
-    if habits.norm_code == _OWN and habits.rotary_code == _OWN:
+    is_newest = habits.norm_code == _OWN and habits.rotary_code == _OWN
+    if is_newest and not habits.own_attention_code:
         return spec
     made: dict[int, LayerSpec] = {}
     for layer in spec.layers:
@@ -38,6 +39,7 @@ def _layer(layer: LayerSpec, habits: Habits) -> LayerSpec:
         attention = replace(
             attention,
             rotary_code=code,
+            views_last=attention.views_last or habits.own_attention_code,
             q_norm=_norm(attention.q_norm, habits),
             k_norm=_norm(attention.k_norm, habits),
         )
