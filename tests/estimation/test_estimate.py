@@ -74,7 +74,7 @@ def test_more_micro_batches_change_nothing() -> None:
     habits = resolve_stack("hf", family=spec.family)
     recipe = resolve(Options(method="full", micro_batch=2, seq_len=512), habits).recipe
     few, many = (
-        replay(simulate(spec, replace(recipe, grad_accum=times), habits).timeline)
+        replay(simulate(spec, replace(recipe, grad_accum=times), habits, num_fetched=7).timeline)
         for times in (MICRO_BATCHES_RUN, 7)
     )
     assert few.peak_allocated_bytes == many.peak_allocated_bytes

@@ -33,7 +33,7 @@ from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
 from wazn.facts.notes import Note
 from wazn.facts.overheads import blas_workspace, cuda_context
-from wazn.facts.stacks import resolve_stack
+from wazn.facts.stacks import Habits, resolve_stack
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import AttentionSpec, ModelSpec
 from wazn.recipe import Attention, Recipe
@@ -169,7 +169,10 @@ def weigh(
             * cluster.data_parallel
             * recipe.seq_len,
         ),
-        notes=(*notes, *notes_on(spec, recipe, gpu, fit, outside, run.unmatched_targets)),
+        notes=(
+            *notes,
+            *notes_on(spec, recipe, run.habits, gpu, fit, outside, run.unmatched_targets),
+        ),
         defaults=run.resolved.defaults,
         options=options,
         spec=spec,
@@ -185,6 +188,7 @@ def _capability(gpu: Gpu | None) -> tuple[int, int]:
 class Run(NamedTuple):
     """A run that was simulated and not yet replayed."""
 
+    habits: Habits
     resolved: Resolved
     simulation: Simulation
     outside: tuple[OutsideLine, ...]
@@ -207,8 +211,10 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
         targets.names,
         capability=_capability(gpu),
         workspace_bytes=blas_workspace(gpu).num_bytes,
+        num_fetched=recipe.grad_accum,
     )
     return Run(
+        habits=habits,
         resolved=resolved,
         simulation=simulation,
         outside=_outside(gpu, simulation.managed_bytes),
@@ -222,12 +228,13 @@ def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
     scores = 0
     if recipe.attention is Attention.EAGER:
         scores = recipe.seq_len * tokens
-    largest = max(tokens * spec.head.out_features, scores) * _FLOAT32_BYTES
+    fetched = 2 * recipe.grad_accum * tokens  # ids of 8 bytes
+    largest = max(tokens * spec.head.out_features, scores, fetched) * _FLOAT32_BYTES
     if largest > LARGEST_TENSOR_BYTES:
         raise InputError(
-            f"{recipe.micro_batch:,} x {recipe.seq_len:,} tokens make a tensor of "
-            f"{largest // 10**12:,} TB",
-            hint="lower `--micro-batch` or `--seq-len`",
+            f"{recipe.micro_batch:,} x {recipe.seq_len:,} tokens, {recipe.grad_accum:,} times, make a "
+            f"tensor of {largest // 10**12:,} TB",
+            hint="lower `--micro-batch`, `--seq-len` or `--grad-accum`",
         )
 
 

@@ -6,6 +6,7 @@ from wazn.cluster import Gpu, limitations
 from wazn.dtypes import BFLOAT16, FLOAT32
 from wazn.estimation.answer import Fit, OutsideLine, Verdict
 from wazn.facts.notes import Note
+from wazn.facts.stacks import Habits
 from wazn.model.spec import AttentionSpec, ModelSpec, MoeSpec
 from wazn.recipe import Attention, Quantization, Recipe
 from wazn.simulate.attention import implementation
@@ -16,6 +17,7 @@ __all__ = ["notes_on"]
 def notes_on(
     spec: ModelSpec,
     recipe: Recipe,
+    habits: Habits,
     gpu: Gpu | None,
     fit: Fit,
     outside: tuple[OutsideLine, ...],
@@ -25,7 +27,8 @@ def notes_on(
     return (
         *_on_verdict(fit, outside),
         *_on_gpu(recipe, gpu),
-        *_on_recipe(spec, recipe),
+        *_on_habits(recipe, habits),
+        *_on_recipe(spec, recipe, habits),
         *(Note(code="target-unmatched", params={"target": name}) for name in unmatched_targets),
     )
 
@@ -38,6 +41,13 @@ def _on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> list[Note]:
     if fit.verdict is Verdict.TIGHT and fit.retries:
         notes.append(Note(code="fits-after-release", params={"retries": fit.retries}))
     return notes
+
+
+def _on_habits(recipe: Recipe, habits: Habits) -> list[Note]:
+    """The one habit that is not followed: 4-bit linears of old releases keep their inputs until the loss dies."""
+    if recipe.quantization is None or not habits.keeps_quantized_input:
+        return []
+    return [Note(code="quantised-inputs-kept", params={"stack": recipe.stack})]
 
 
 def _on_gpu(recipe: Recipe, gpu: Gpu | None) -> list[Note]:
@@ -61,7 +71,7 @@ def _on_gpu(recipe: Recipe, gpu: Gpu | None) -> list[Note]:
     return notes
 
 
-def _on_recipe(spec: ModelSpec, recipe: Recipe) -> list[Note]:
+def _on_recipe(spec: ModelSpec, recipe: Recipe, habits: Habits) -> list[Note]:
     notes = []
     if spec.max_positions is not None and recipe.seq_len > spec.max_positions:
         params = {"seq_len": recipe.seq_len, "max_positions": spec.max_positions}
@@ -69,7 +79,7 @@ def _on_recipe(spec: ModelSpec, recipe: Recipe) -> list[Note]:
     layers = {id(layer): layer for layer in spec.layers}.values()
     if any(
         isinstance(layer.attention, AttentionSpec)
-        and implementation(layer.attention, recipe.attention) is not recipe.attention
+        and implementation(habits, recipe.attention) is not recipe.attention
         for layer in layers
     ):
         notes.append(Note(code="attention-falls-back", params={"family": spec.family}))
