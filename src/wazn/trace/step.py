@@ -281,9 +281,12 @@ class _Loop:
         return batches, sum((batch["labels"] != -100).sum() for batch in batches)
 
     def _takes_num_items(self) -> bool:
-        """Say whether the model hands unknown arguments on to its loss, as `Trainer` finds out."""
-        parameters = inspect.signature(self._base().forward).parameters.values()
-        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        """Say whether the model hands unknown arguments on to its loss, as `Trainer` finds out since 4.46."""
+        base = self._base()
+        parameters = inspect.signature(base.forward).parameters.values()
+        return hasattr(base, "loss_function") and any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+        )
 
     def _base(self) -> Any:
         """Return the model without the wrapper of peft."""
