@@ -7,10 +7,11 @@ what all the others do. The result is exact, not an extrapolation: tests compare
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from wazn.timeline.events import LAYER, PASS, Part, Segment, Tag
+from wazn.timeline.events import LAYER, PASS, Part, Segment
 
 __all__ = ["LayerPlan", "NotRepeatable", "expand", "plan_layers"]
 
@@ -97,6 +98,9 @@ class _Expansion:
         self.segments = segments
         self.first_middle = plan.prefix + plan.period
         self.first_last = plan.prefix + 2 * plan.period
+        # The identities of the middle's blocks within their pass are from `low` to below `high`.
+        self.low = (self.first_middle + 1) * LAYER
+        self.high = (self.first_last + 1) * LAYER
         self.times = plan.num_repetitions - 2
         self.block = plan.period * LAYER
         self.up = plan.skipped * LAYER
@@ -132,7 +136,7 @@ class _Expansion:
         base = self.up if downward else 0
         for segment in middle:
             for block_id, size in zip(segment.block_ids, segment.sizes, strict=True):
-                if size < 0:
+                if size < 0 and not self.low <= block_id % PASS < self.high:
                     self._check(block_id)
         return Part(
             segments=tuple(
@@ -161,10 +165,12 @@ class _Expansion:
             if segment.layer is None:
                 continue
             here = self._repetition(segment.layer)
+            own = (segment.layer + 1) * LAYER
             for block_id, size in zip(segment.block_ids, segment.sizes, strict=True):
-                there = self._repetition(_layer_of(block_id)) if size < 0 else here
-                if there != here:
-                    freed.setdefault((here, there), set()).add(block_id)
+                if size < 0 and not own <= block_id % PASS < own + LAYER:
+                    there = self._repetition(_layer_of(block_id))
+                    if there != here:
+                        freed.setdefault((here, there), set()).add(block_id)
         for mine, theirs, shift in (
             ((0, -1), (1, 0), self.block),
             ((0, 1), (-1, 0), -self.block),
@@ -179,8 +185,6 @@ class _Expansion:
     def _check(self, block_id: int) -> None:
         """A block of a neighbour must have its like, in the same place, in the middle."""
         layer = _layer_of(block_id)
-        if self.first_middle <= layer < self.first_last:
-            return
         if self.first_middle - self.block // LAYER <= layer < self.first_middle:
             like = block_id + self.block
         elif self.first_last <= layer < self.first_last + self.block // LAYER:
@@ -199,16 +203,16 @@ class _Expansion:
         return self._moved_once(segment, self.up)
 
     def _touches_only_low(self, segment: Segment) -> bool:
-        return all(_layer_of(block_id) < self.first_last for block_id in segment.block_ids)
+        return all(block_id % PASS < self.high for block_id in segment.block_ids)
 
     def _moved_once(self, segment: Segment, middle_moves: int) -> Segment:
         """Blocks of the last layers move up; blocks of the middle move where the neighbour stands."""
         block_ids = []
         for block_id in segment.block_ids:
-            layer = _layer_of(block_id)
-            if layer >= self.first_last:
+            within = block_id % PASS
+            if within >= self.high:
                 block_id += self.up
-            elif layer >= self.first_middle:
+            elif within >= self.low:
                 block_id += middle_moves
             block_ids.append(block_id)
         return Segment(
@@ -222,36 +226,32 @@ class _Expansion:
 
     def _outside(self, segment: Segment) -> Segment:
         """What happens to the middle from outside the layers happens to all its repetitions, one after the other."""
-        rows: list[tuple[int, int, Tag]] = []
-        run: list[tuple[int, int, Tag]] = []  # consecutive rows about the middle
-        downward = False
-        for block_id, size, tag in zip(segment.block_ids, segment.sizes, segment.tags, strict=True):
-            layer = _layer_of(block_id)
-            if self.first_middle <= layer < self.first_last:
-                run.append((block_id, size, tag))
-                continue
-            rows += self._run_repeated(run, downward=downward)
-            run = []
-            downward = layer >= self.first_last
-            rows.append((block_id + self.up if downward else block_id, size, tag))
-        rows += self._run_repeated(run, downward=downward)
-        return Segment(
-            phase=segment.phase,
-            step=segment.step,
-            layer=None,
-            block_ids=[row[0] for row in rows],
-            sizes=[row[1] for row in rows],
-            tags=[row[2] for row in rows],
+        block_ids, sizes, tags = segment.block_ids, segment.sizes, segment.tags
+        moved = Segment(
+            phase=segment.phase, step=segment.step, layer=None, block_ids=[], sizes=[], tags=[]
         )
+        start = 0
+        downward = False
+        # runs of consecutive rows about the low layers (or none), the middle, the high layers
+        for place, group in groupby(block_ids, self._place):
+            ids = list(group)
+            stop = start + len(ids)
+            shifts: Iterable[int] = (self.up if place > 0 else 0,)
+            if place == 0:
+                copies = range(self.times)
+                shifts = [copy * self.block for copy in (reversed(copies) if downward else copies)]
+            for shift in shifts:
+                moved.block_ids.extend([block_id + shift for block_id in ids] if shift else ids)
+                moved.sizes.extend(sizes[start:stop])
+                moved.tags.extend(tags[start:stop])
+            downward = place > 0
+            start = stop
+        return moved
 
-    def _run_repeated(
-        self, run: list[tuple[int, int, Tag]], *, downward: bool
-    ) -> Iterator[tuple[int, int, Tag]]:
-        """Yield a run for each repetition, beginning with the one whose neighbour came before."""
-        copies = range(self.times)
-        for copy in reversed(copies) if downward else copies:
-            for block_id, size, tag in run:
-                yield block_id + copy * self.block, size, tag
+    def _place(self, block_id: int) -> int:
+        """-1, 0 or 1 for a block below, of or above the middle."""
+        within = block_id % PASS
+        return (within >= self.low) + (within >= self.high) - 1
 
 
 def _layer_of(block_id: int) -> int:
