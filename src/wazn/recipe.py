@@ -109,6 +109,7 @@ class Quantization:
 
     block_size: elements per scale; the scales of `double_quant` are quantised again in blocks of 256 (bitsandbytes 0.50).
     experts: whether the experts of a mixture are quantised: not where they are fused 3-D parameters (transformers 5).
+    keeps_input: a 4-bit linear keeps its input until the loss dies, not until its backward (bitsandbytes before 0.43.2).
     """
 
     format: QuantizationFormat
@@ -116,6 +117,7 @@ class Quantization:
     kbit_preparation: bool
     experts: bool
     block_size: int = 64
+    keeps_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +145,8 @@ class Recipe:
     `stack` names the training stack whose habits the other fields follow, such as `hf@5.24`.
     inputs_require_grad: the embedding's output is made to require a gradient (`enable_input_require_grads`): reentrant
     checkpointing of a frozen base needs it.
+    keep_outputs: the loop keeps what the model returned, logits among it, until backward is done; Trainer does not.
+    zero_grad_set_to_none: gradients are let go of after the optimizer step, as PyTorch does by default, not filled with zeros.
     """
 
     method: Method

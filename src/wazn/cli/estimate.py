@@ -139,6 +139,18 @@ class _Estimate(Command):
     "--loss", metavar="NAME", group="Memory", help="standard, chunked or fused. [default: standard]"
 )
 @option(
+    "--keep-outputs/--no-keep-outputs",
+    default=None,
+    group="Memory",
+    help="The loop keeps what the model returned, its logits, until backward is done. [default: no, as Trainer]",
+)
+@option(
+    "--zero-grad-to-none/--no-zero-grad-to-none",
+    default=None,
+    group="Memory",
+    help="zero_grad lets go of the gradients; else it fills them with zeros. [default: yes, as Trainer]",
+)
+@option(
     "--stack",
     metavar="NAME",
     group="Memory",

@@ -27,7 +27,6 @@ def notes_on(
     return (
         *_on_verdict(fit, outside),
         *_on_gpu(recipe, gpu),
-        *_on_habits(recipe, habits),
         *_on_recipe(spec, recipe, habits),
         *(Note(code="target-unmatched", params={"target": name}) for name in unmatched_targets),
     )
@@ -41,13 +40,6 @@ def _on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> list[Note]:
     if fit.verdict is Verdict.TIGHT and fit.retries:
         notes.append(Note(code="fits-after-release", params={"retries": fit.retries}))
     return notes
-
-
-def _on_habits(recipe: Recipe, habits: Habits) -> list[Note]:
-    """The one habit that is not followed: 4-bit linears of old releases keep their inputs until the loss dies."""
-    if recipe.quantization is None or not habits.keeps_quantized_input:
-        return []
-    return [Note(code="quantised-inputs-kept", params={"stack": recipe.stack})]
 
 
 def _on_gpu(recipe: Recipe, gpu: Gpu | None) -> list[Note]:

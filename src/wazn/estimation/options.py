@@ -82,6 +82,8 @@ class Options:
     stack: str | None = None
     trainable: str | None = None
     freeze: str | None = None
+    keep_outputs: bool | None = None
+    zero_grad_to_none: bool | None = None
     gpus: int | None = None
     nodes: int | None = None
     parallel: str | None = None
@@ -108,9 +110,10 @@ OPTION_NAMES = tuple(Options.__dataclass_fields__)
 _TEXT: tuple[type | tuple[type, ...], str] = (str, f"text of at most {_LONGEST_TEXT} characters")
 _OF_ADAPTERS = ("rank", "targets", "dora", "lora_dropout", "modules_to_save")
 _COUNTS = ("rank", "micro_batch", "seq_len", "grad_accum", "gpus", "nodes", "tp", "pp", "cp", "ep")
+_SWITCHES = ("dora", "double_quant", "kbit_preparation", "keep_outputs", "zero_grad_to_none")
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(_COUNTS, (int, "a whole number")),
-    **dict.fromkeys(("dora", "double_quant", "kbit_preparation"), (bool, "true or false")),
+    **dict.fromkeys(_SWITCHES, (bool, "true or false")),
     "lora_dropout": ((int, float), "a number"),
 }
 
@@ -226,6 +229,10 @@ class _Resolver:
             stack=f"{habits.stack}@{habits.version}",
             trainable=_patterns(options.trainable),
             freeze=_patterns(options.freeze),
+            keep_outputs=self.take("keep-outputs", options.keep_outputs, stack=False, wazn=False),
+            zero_grad_set_to_none=self.take(
+                "zero-grad-to-none", options.zero_grad_to_none, stack=True, wazn=True
+            ),
             fused_experts=habits.fused_experts,
             inputs_require_grad=self.inputs_require_grad(method, quantization, checkpointing),
         )
@@ -305,6 +312,7 @@ class _Resolver:
             double_quant=self.take("double-quant", options.double_quant, wazn=four_bits),
             kbit_preparation=self.take("kbit-preparation", options.kbit_preparation, wazn=True),
             experts=not self.habits.fused_experts,
+            keeps_input=four_bits and self.habits.keeps_quantized_input,
         )
 
     def precision(self, method: Method) -> Precision:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from wazn.estimation.answer import Estimate, Verdict
 from wazn.estimation.changes import Change
 from wazn.estimation.options import PRECISIONS, as_option
-from wazn.recipe import Checkpointing, Precision
+from wazn.recipe import Checkpointing, Precision, Recipe
 from wazn.report.notes import note_text
 from wazn.timeline.events import Phase
 from wazn.units import format_ratio, format_size
@@ -142,9 +142,15 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     yield from _wrapped(
         f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "
         f"{_precision(recipe.precision)}, {recipe.optimizer}, checkpointing {_checkpointing(answer)}, "
-        f"{recipe.attention} attention; {recipe.stack}",
+        f"{recipe.attention} attention{_loop(recipe)}; {recipe.stack}",
         style,
     )
+
+
+def _loop(recipe: Recipe) -> str:
+    """What the loop does that few loops do."""
+    outputs = ", outputs kept" if recipe.keep_outputs else ""
+    return outputs + ("" if recipe.zero_grad_set_to_none else ", gradients kept between steps")
 
 
 def _precision(precision: Precision) -> str:
@@ -284,32 +290,43 @@ def _as_options(change: Change) -> str:
     return " ".join(words)
 
 
+# what the line of the question shows: to name it is enough
+_SHOWN = (
+    "method",
+    "rank",
+    "targets",
+    "micro-batch",
+    "seq-len",
+    "precision",
+    "optimizer",
+    "checkpointing",
+)
+
+
 def _defaults(answer: Estimate, style: Style) -> Iterator[str]:
-    recipe, precision = answer.recipe, answer.recipe.precision
-    adapter, quantization = recipe.adapter, recipe.quantization
+    recipe = answer.recipe
     values: dict[str, object] = {
-        "method": recipe.method,
-        "precision": _precision(precision),
-        "adapter-dtype": precision.adapter_dtype.name,
-        "optimizer": recipe.optimizer,
-        "micro-batch": recipe.micro_batch,
-        "seq-len": recipe.seq_len,
+        **dict.fromkeys((*_SHOWN, "attention"), ""),
         "grad-accum": recipe.grad_accum,
-        "checkpointing": _checkpointing(answer),
-        "attention": recipe.attention,
+        "adapter-dtype": recipe.precision.adapter_dtype.name,
         "loss": recipe.loss,
-        "stack": recipe.stack,
+        "keep-outputs": _yes(recipe.keep_outputs),
+        "zero-grad-to-none": _yes(recipe.zero_grad_set_to_none),
     }
-    if adapter is not None:
-        values |= {"rank": adapter.rank, "targets": ",".join(adapter.targets)}
-    if quantization is not None:
-        values |= {"quantization": quantization.format}
+    if recipe.quantization is not None:
+        values["quantization"] = recipe.quantization.format
     for who, whom in (("stack", recipe.stack), ("wazn", "wazn")):
         taken = [
-            f"{name} {value}" for name, value in values.items() if answer.defaults.get(name) == who
+            f"{name} {value}".strip()
+            for name, value in values.items()
+            if answer.defaults.get(name) == who
         ]
         if taken:
             yield from _wrapped(f"Chosen by {whom}: {', '.join(taken)}.", style)
+
+
+def _yes(switch: bool) -> str:
+    return "yes" if switch else "no"
 
 
 def _notes(answer: Estimate, style: Style) -> Iterator[str]:

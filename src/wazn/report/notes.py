@@ -63,10 +63,6 @@ NOTES = {
         "PEFT's k-bit preparation turns what is not quantised (embeddings, norms, head) into float32; "
         "--no-kbit-preparation is without it."
     ),
-    "quantised-inputs-kept": (
-        "The bitsandbytes of {stack} keeps the input of every quantised layer until the loss dies; this is not "
-        "modelled, and comes on top."
-    ),
     "target-unmatched": "The target `{target}` matches no module; PEFT ignores it, and so was it here.",
 }
 

@@ -49,7 +49,11 @@ __all__ = ["LoadedModel", "load"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model on the tape. `parameters`: every weight in the order of `named_parameters()`, adapters among them."""
+    """A model on the tape.
+
+    parameters: every weight in the order of `named_parameters()`, adapters among them.
+    kept_inputs: of each layer, the inputs that quantised linears keep until the loss dies.
+    """
 
     spec: ModelSpec
     embedding: Parameter
@@ -61,6 +65,7 @@ class LoadedModel:
     embedding_norm: Module | None = None
     project_in: Module | None = None
     project_out: Module | None = None
+    kept_inputs: tuple[list[Tensor], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,7 @@ class Weights:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, QuantizationState] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    kept_inputs: list[Tensor] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Parameter:
         return self.parameters[name]
@@ -143,6 +149,7 @@ def load(
         embedding_norm=None if spec.embedding_norm is None else _norm(spec.embedding_norm, weights),
         project_in=projections[0],
         project_out=projections[1],
+        kept_inputs=tuple(layer.kept_inputs for layer in by_layer),
         head=LinearModule(spec.head, head_weight, weights.get(f"{spec.head.name}.bias")),
         parameters=(
             *(weights[item.name] for item in outer.before),
@@ -507,6 +514,7 @@ def _base(spec: Linear, weights: Weights, recipe: Recipe) -> DenseModule:
         state,
         compute_dtype=compute_dtype(recipe),
         dense_dtype=recipe.precision.weight_dtype,
+        kept_inputs=weights.kept_inputs if recipe.quantization.keeps_input else None,
     )
 
 

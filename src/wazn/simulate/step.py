@@ -245,6 +245,8 @@ class _Run:
         tape.label = "loss"
         tape.backward(loss, tape.new(1, loss.dtype))
         tape.enter_layer(None)
+        for inputs in reversed(self.model.kept_inputs):
+            inputs.clear()
 
     def _take_workspace(self, *, first: bool) -> None:
         """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace from its first product on."""

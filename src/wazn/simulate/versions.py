@@ -58,7 +58,7 @@ def _kind(norm: Norm, habits: Habits) -> NormKind:
 def make_buffers(tape: Tape, spec: ModelSpec, recipe: Recipe, habits: Habits) -> list[Tensor]:
     """Allocate what the layers store beside their weights: cos and sin of every position, squares of booleans.
 
-    Frequencies (a few hundred bytes) are left out.
+    What the newest release has as well, frequencies and GPT-Neo's squares, is `load_buffers`'s.
     """
     positions = spec.max_positions
     if positions is None:
@@ -71,7 +71,7 @@ def make_buffers(tape: Tape, spec: ModelSpec, recipe: Recipe, habits: Habits) ->
         buffers.append(tape.new_tagged(square, BOOL, Category.WEIGHTS, "causal mask"))
     for index in range(spec.num_layers):
         tape.enter_layer(index)
-        if habits.causal_buffers is CausalBuffers.PER_LAYER:
+        if habits.causal_buffers is CausalBuffers.PER_LAYER and habits.family != "gpt_neo":
             buffers.append(tape.new_tagged(square, BOOL, Category.WEIGHTS, "causal mask"))
         if habits.rotary_stored and spec.rotary_dim:
             buffers += [
