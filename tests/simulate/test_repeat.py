@@ -70,6 +70,8 @@ def canonical(timeline: Timeline) -> list[tuple[Any, ...]]:
     names: dict[int, int] = {}
     rows = []
     for number, event in enumerate(timeline.events()):
+        if event.num_bytes == 0:  # an empty tensor is no block
+            continue
         if event.num_bytes > 0:
             names[event.block_id] = number
         rows.append((names[event.block_id], *event[1:]))

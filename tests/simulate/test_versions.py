@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.recipes import BF16, make_recipe
+from tests.simulate.test_repeat import canonical
 from wazn.dtypes import BFLOAT16
 from wazn.facts.stacks import CausalBuffers, Habits, KvCache, resolve_stack
 from wazn.model.config import read_config
@@ -165,3 +166,40 @@ def test_quantised_inputs_that_are_kept() -> None:
         levels_at_last_gradient.append(at_last)
     expected = L * B * S * (3 * H + I) * 2 - B * S * H * 2
     assert levels_at_last_gradient[0] - levels_at_last_gradient[1] == expected
+
+
+@pytest.mark.parametrize("version", ["4.40", "4.42", "4.45", "4.48", "4.52", "4.55", "4.57"])
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL_REENTRANT])
+def test_repetition_is_exact(version: str, method: Method, checkpointing: Checkpointing) -> None:
+    """What older releases hold across layers is repeated as a run of every layer and micro-batch has it."""
+    spec = read_config(
+        {**LLAMA, "model_type": "mistral", "num_hidden_layers": 7, "sliding_window": 16},
+        id="mistral",
+        path="config.json",
+    )
+    habits = resolve_stack("hf@" + version, family="mistral")
+    adapter = None if method is Method.FULL else Adapter(rank=4, targets=("attention",))
+    quantization = Quantization(
+        format=QuantizationFormat.NF4,
+        double_quant=True,
+        kbit_preparation=True,
+        experts=True,
+        keeps_input=habits.keeps_quantized_input,
+    )
+    recipe = make_recipe(
+        method=method,
+        adapter=adapter,
+        quantization=quantization if method is Method.QLORA else None,
+        micro_batch=B,
+        seq_len=S,
+        grad_accum=3,
+        checkpointing=checkpointing,
+        inputs_require_grad=method is not Method.FULL,
+        precision=replace(BF16, autocast_dtype=BFLOAT16),
+        stack="hf@" + version,
+    )
+    targets = frozenset(f"self_attn.{name}_proj" for name in "qkvo") if adapter else frozenset()
+    short = simulate(spec, recipe, habits, targets).timeline
+    whole = simulate(spec, recipe, habits, targets, every_layer=True).timeline
+    assert canonical(short) == canonical(whole)
