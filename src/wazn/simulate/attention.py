@@ -138,9 +138,11 @@ class AttentionModule:
         """Return queries, keys and values as heads. `layout`: of the gradients that the attention function gives."""
         tape, spec = context.tape, self.spec
         rotated = self._rotated_layout or layout
-        # keys and values that a cache copied are heads first, and so are their gradients
+        # keys and values that were copied are heads first, and so are their gradients
         values = HEADS_FIRST if context.cache_copies else layout
         rotated_keys = self._rotated_layout or values
+        if context.copies_keys and not self._rotated_layout:
+            rotated_keys = GradientLayout(True)
         if spec.num_kv_heads == 1:  # a single head is both orders at once
             rotated_keys = values = GradientLayout()
         elif rotated is layout and context.micro_batch == 1 and spec.num_kv_heads == spec.num_heads:

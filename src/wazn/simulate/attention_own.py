@@ -90,6 +90,7 @@ class FalconAttention(_OwnAttention):
             tape.label = "rotary"
             cos, sin = context.tables(None)
             query, key, *_ = ROTARY[spec.rotary_code](tape, query, key, cos, sin, spec)
+        key, value = context.remember(key, value)
         tape.label = "attention"
         expanded = spec.fused == "per-group-expanded"
         shape = self.shape(context, spec.num_heads if expanded else None)
@@ -206,6 +207,7 @@ class BloomAttention(_OwnAttention):
             narrow(tape, fused_qkv, third),
             narrow(tape, fused_qkv, third),
         )
+        key, value = context.remember(key, value)
         if shape.micro_batch > 1 and shape.num_heads > 1:
             query = contiguous(tape, query)
             key = contiguous(tape, key)
@@ -296,6 +298,7 @@ class GptNeoAttention(_OwnAttention):
         if is_eager:
             query = to_heads(tape, query, HEADS_FIRST)
             value = to_heads(tape, value, HEADS_FIRST)
+        key, value = context.remember(key, value)
         weights: Tensor | None = None
         if context.attention is Attention.FLASH:
             if query.dtype is FLOAT32 and tape.autocast_dtype is not None:

@@ -53,6 +53,12 @@ class Context:
         """Whether attention goes on with copies of keys and values that the cache made."""
         return self.cache is not None and self.habits.cache_copies
 
+    @property
+    def copies_keys(self) -> bool:
+        """Whether attention makes its keys contiguous, or a cache did."""
+        copies = self.habits.contiguous_qkv and self.attention is Attention.SDPA
+        return self.cache_copies or copies
+
     def tables(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin for a layer with this window."""
         if self.layer_tables is not None:

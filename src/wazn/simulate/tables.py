@@ -72,7 +72,7 @@ def _shared_mask(
         case Attention.EAGER:
             return _mask(context, first, first.window, dtype)
         case _:
-            if habits.family == "gpt_bigcode" or first.code == "falcon":
+            if first.code == "falcon":
                 return _mask(context, first, None, dtype)
             windows = [item.window for item in attentions if item.window is not None]
             is_needed = habits.sdpa_mask or (

@@ -39,6 +39,7 @@ def _layer(layer: LayerSpec, habits: Habits) -> LayerSpec:
         attention = replace(
             attention,
             rotary_code=code,
+            rotary_concat=attention.rotary_concat and code == attention.rotary_code,
             views_last=attention.views_last or habits.own_attention_code,
             q_norm=_norm(attention.q_norm, habits),
             k_norm=_norm(attention.k_norm, habits),
