@@ -130,7 +130,7 @@ class AttentionModule:
         out = self.output(tape, out)
         tape.label = "attention.dropout"
         out = dropout(tape, out, spec.output_dropout)
-        return out, weights
+        return out, None if context.habits.own_attention_code else weights  # nobody asked for them
 
     def _project(
         self, context: Context, x: Tensor, layout: GradientLayout

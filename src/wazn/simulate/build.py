@@ -49,11 +49,7 @@ __all__ = ["LoadedModel", "load"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model on the tape.
-
-    parameters: every weight in the order of `named_parameters()`, adapters among them.
-    kept_inputs: of each layer, the inputs that quantised linears keep until the loss dies.
-    """
+    """A model on the tape. `parameters`: every weight in the order of `named_parameters()`, adapters among them."""
 
     spec: ModelSpec
     embedding: Parameter
@@ -65,7 +61,6 @@ class LoadedModel:
     embedding_norm: Module | None = None
     project_in: Module | None = None
     project_out: Module | None = None
-    kept_inputs: tuple[list[Tensor], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +72,6 @@ class Weights:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, QuantizationState] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    kept_inputs: list[Tensor] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Parameter:
         return self.parameters[name]
@@ -149,7 +143,6 @@ def load(
         embedding_norm=None if spec.embedding_norm is None else _norm(spec.embedding_norm, weights),
         project_in=projections[0],
         project_out=projections[1],
-        kept_inputs=tuple(layer.kept_inputs for layer in by_layer),
         head=LinearModule(spec.head, head_weight, weights.get(f"{spec.head.name}.bias")),
         parameters=(
             *(weights[item.name] for item in outer.before),
@@ -514,7 +507,7 @@ def _base(spec: Linear, weights: Weights, recipe: Recipe) -> DenseModule:
         state,
         compute_dtype=compute_dtype(recipe),
         dense_dtype=recipe.precision.weight_dtype,
-        kept_inputs=weights.kept_inputs if recipe.quantization.keeps_input else None,
+        keeps_input=recipe.quantization.keeps_input,
     )
 
 

@@ -13,7 +13,7 @@ from wazn.model.spec import Linear
 from wazn.recipe import Quantization, QuantizationFormat
 from wazn.simulate.ops import to
 from wazn.simulate.tape import Parameter, Tape, Tensor
-from wazn.timeline.events import Category, Phase
+from wazn.timeline.events import Category
 from wazn.units import ceil_div
 
 __all__ = ["Linear4bitModule", "Linear8bitModule", "QuantizationState", "quantization_state"]
@@ -70,10 +70,10 @@ class Linear4bitModule:
     """bitsandbytes.nn.Linear4bit: computes in `compute_dtype`, returns the type of its input, keeps no input for
     backward; before 0.43.2 its node has the input as a plain attribute (`ctx.tensors`), for as long as there is a node.
 
-    kept_inputs: where such inputs go; None for releases that keep none. Whoever lets the loss go clears it.
+    keeps_input: whether it is of such a release.
     """
 
-    __slots__ = ("bias", "compute_dtype", "dense_dtype", "kept_inputs", "spec", "state", "weight")
+    __slots__ = ("bias", "compute_dtype", "dense_dtype", "keeps_input", "spec", "state", "weight")
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Linear4bitModule:
         *,
         compute_dtype: Dtype,
         dense_dtype: Dtype,
-        kept_inputs: list[Tensor] | None = None,
+        keeps_input: bool = False,
     ) -> None:
         self.spec = spec
         self.weight = weight
@@ -92,7 +92,7 @@ class Linear4bitModule:
         self.state = state
         self.compute_dtype = compute_dtype
         self.dense_dtype = dense_dtype  # of the weight before it was quantised
-        self.kept_inputs = kept_inputs
+        self.keeps_input = keeps_input
 
     def __call__(self, tape: Tape, x: Tensor) -> Tensor:
         """x: [..., in_features]; returns [..., out_features]."""
@@ -111,7 +111,8 @@ class Linear4bitModule:
             held = self._dequantise_for_product(tape, x.dtype)
         out = tape.new(rows * spec.out_features, x.dtype)
         del held
-        kept = self._keep(tape, x)
+        if self.keeps_input and x.requires_grad:
+            tape.hold(x)
 
         def backward(gradient: Tensor) -> tuple[Tensor, None]:
             dense = self.dense_weight(tape)
@@ -119,23 +120,10 @@ class Linear4bitModule:
             del dense
             for_x = tape.new(numel_x, gradient.dtype)
             del cast
-            kept.clear()
             return for_x, None
 
         inputs = (x,) if bias is None else (x, bias)
         return tape.record(out, inputs, (), backward)
-
-    def _keep(self, tape: Tape, x: Tensor) -> list[Tensor]:
-        """Keep the input until the loss dies; what is computed again has no loss, and is kept until its own backward."""
-        held = None
-        if self.kept_inputs is not None and x.requires_grad:
-            held = tape.hold(x)
-        if held is None or self.kept_inputs is None:
-            return []
-        if tape.phase is Phase.BACKWARD:
-            return [held]
-        self.kept_inputs.append(held)
-        return []
 
     def _dequantise_for_product(self, tape: Tape, dtype: Dtype) -> tuple[Tensor, ...]:
         """_dequant_linear_fallback of the CUDA backend."""

@@ -245,8 +245,6 @@ class _Run:
         tape.label = "loss"
         tape.backward(loss, tape.new(1, loss.dtype))
         tape.enter_layer(None)
-        for inputs in reversed(self.model.kept_inputs):
-            inputs.clear()
 
     def _take_workspace(self, *, first: bool) -> None:
         """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace from its first product on."""
@@ -285,6 +283,7 @@ class _Run:
                 habits=habits,
                 micro_batch=recipe.micro_batch,
             )
+            del hidden
             return loss, held_outputs(tape, logits, context.cache, habits)
 
     def _clip(self) -> None:

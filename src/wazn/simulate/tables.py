@@ -230,7 +230,7 @@ def _layer_tables(
 ) -> tuple[Tensor, Tensor]:
     """The tables of one layer, in the type of its values: rows of what it stores, or made anew."""
     tape, habits = context.tape, context.habits
-    if dtype is not FLOAT32 and tape.autocast_dtype is not None:
+    if code not in _FP32_TABLES and tape.autocast_dtype is not None:
         dtype = tape.autocast_dtype
     with tape.no_grad():
         if habits.rotary_stored and habits.family not in _STORED_IN_VAIN:
