@@ -22,6 +22,7 @@ from wazn.timeline.replay import replay
 from wazn.units import GIB, MIB
 
 LLAMA_3_1_8B = 8_030_261_248  # parameters, as published
+ROTARY_BUFFERS = 2 * 64 * 4  # `inv_freq` and `original_inv_freq`, fp32, for heads of 128
 # rank x (in + out), 32 layers: q, o 4096 + 4096, k, v 4096 + 1024, gate, up, down 4096 + 14336
 LORA_OF_RANK_ONE = 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)
 
@@ -31,7 +32,7 @@ def test_what_stays_of_full_fine_tuning() -> None:
     answer = wazn.estimate("llama-3.1-8b", method="full", optimizer="adamw")
     assert answer.model.num_parameters == LLAMA_3_1_8B
     assert answer.model.num_trainable_parameters == LLAMA_3_1_8B
-    assert answer.resident.weights_bytes == 2 * LLAMA_3_1_8B
+    assert answer.resident.weights_bytes == 2 * LLAMA_3_1_8B + ROTARY_BUFFERS
     assert answer.resident.gradients_bytes == 2 * LLAMA_3_1_8B
     assert answer.resident.optimizer_bytes == pytest.approx(4 * LLAMA_3_1_8B, rel=1e-6)
     assert answer.resident.adapter_bytes == 0
@@ -43,7 +44,7 @@ def test_what_stays_of_lora() -> None:
     answer = wazn.estimate("llama-3.1-8b", optimizer="adamw")
     trained = 16 * LORA_OF_RANK_ONE
     assert answer.model.num_trainable_parameters == trained == 41_943_040
-    assert answer.resident.weights_bytes == 2 * LLAMA_3_1_8B
+    assert answer.resident.weights_bytes == 2 * LLAMA_3_1_8B + ROTARY_BUFFERS
     assert answer.resident.adapter_bytes == 4 * trained
     assert answer.resident.gradients_bytes == 4 * trained
     assert answer.resident.optimizer_bytes == pytest.approx(8 * trained, rel=1e-4)
@@ -241,7 +242,8 @@ def test_what_k_bit_preparation_costs() -> None:
         for prepared in (True, False)
     )
     not_quantised = 2 * 128_256 * 4096 + 65 * 4096
-    assert left.weights_bytes == (LLAMA_3_1_8B - not_quantised) // 2 + 2 * not_quantised
+    quantised = (LLAMA_3_1_8B - not_quantised) // 2
+    assert left.weights_bytes == quantised + 2 * not_quantised + ROTARY_BUFFERS
     assert turned.weights_bytes == left.weights_bytes + 2 * not_quantised
 
 
