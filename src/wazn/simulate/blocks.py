@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wazn.model.spec import LayerSpec, ResidualLayout
-from wazn.simulate.attention_own import BloomAttention
+from wazn.model.spec import AttentionSpec, LayerSpec, ResidualLayout
+from wazn.simulate.attention_own import BloomAttention, GptNeoAttention
 from wazn.simulate.context import Context
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import Module
@@ -44,6 +44,14 @@ class LayerModule:
         self.checkpointed = False
         self._run = _CODES.get((spec.code, spec.layout)) or _LAYOUTS[spec.layout]
 
+    @property
+    def window(self) -> int | None:
+        """The window of its attention."""
+        attention = self.spec.attention
+        if not isinstance(attention, AttentionSpec) or attention.code == "gpt_neo":
+            return None  # GPT-Neo hides what is outside its window by itself
+        return attention.window
+
     def __call__(self, context: Context, x: Tensor) -> Tensor:
         """x: [B, S, H]; returns [B, S, H]."""
         return self._run(self, context, x)
@@ -73,14 +81,16 @@ def gpt2(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     first, second = layer.norms
     residual = x
     x = first(tape, x)
-    attn_output, _weights = layer.attention(context, x)
+    attn_output, weights = layer.attention(context, x)
     tape.label = "residual"
     x = add(tape, attn_output, residual)
     residual = x
     x = second(tape, x)
     mlp_output = layer.mlp(context, x)
     tape.label = "residual"
-    return add(tape, residual, mlp_output)
+    output = add(tape, residual, mlp_output)
+    context.layer_weights[0] = weights if isinstance(layer.attention, GptNeoAttention) else None
+    return output
 
 
 def opt(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
@@ -115,12 +125,14 @@ def stablelm(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     first, second = layer.norms
     residual = x
     x = first(tape, x)
-    attn_output, _weights = layer.attention(context, x)
+    attn_output, weights = layer.attention(context, x)
     tape.label = "residual"
     residual = add(tape, residual, dropout(tape, attn_output, spec.residual_dropout))
     mlp_output = layer.mlp(context, second(tape, residual))
     tape.label = "residual"
-    return add(tape, residual, dropout(tape, mlp_output, spec.residual_dropout))
+    output = add(tape, residual, dropout(tape, mlp_output, spec.residual_dropout))
+    context.layer_weights[0] = weights if spec.code == "falcon" else None
+    return output
 
 
 def bloom(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
@@ -131,10 +143,12 @@ def bloom(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     assert isinstance(layer.mlp, MlpModule)
     norm_output = first(tape, x)
     residual = x
-    attention_output, _weights = layer.attention.with_residual(context, norm_output, residual)
+    attention_output, weights = layer.attention.with_residual(context, norm_output, residual)
     norm_output = second(tape, attention_output)
     residual = attention_output
-    return layer.mlp.with_residual(context, norm_output, residual)
+    output = layer.mlp.with_residual(context, norm_output, residual)
+    context.layer_weights[0] = weights
+    return output
 
 
 def mpt(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
@@ -144,12 +158,14 @@ def mpt(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     assert isinstance(layer.mlp, MlpModule)
     norm_output = first(tape, x)
     residual = x
-    attn_outputs, _weights = layer.attention(context, norm_output)
+    attn_outputs, weights = layer.attention(context, norm_output)
     tape.label = "residual"
     x = add(tape, dropout(tape, attn_outputs, spec.residual_dropout), residual)
     norm_output = second(tape, x)
     residual = x
-    return layer.mlp.with_residual(context, norm_output, residual)
+    output = layer.mlp.with_residual(context, norm_output, residual)
+    context.layer_weights[0] = weights
+    return output
 
 
 def parallel(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
@@ -183,11 +199,13 @@ def falcon(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     residual = x
     attention_norm_out = layer.norms[0](tape, x)
     mlp_norm_out = layer.norms[1](tape, x) if len(layer.norms) > 1 else attention_norm_out
-    attn_output, _weights = layer.attention(context, attention_norm_out)
+    attn_output, weights = layer.attention(context, attention_norm_out)
     mlp_output = layer.mlp(context, mlp_norm_out)
     tape.label = "residual"
     mlp_output = add_in_place(tape, mlp_output, attn_output)
-    return add(tape, residual, dropout(tape, mlp_output, spec.residual_dropout))
+    output = add(tape, residual, dropout(tape, mlp_output, spec.residual_dropout))
+    context.layer_weights[0] = weights
+    return output
 
 
 def parallel_two_norms(layer: LayerModule, context: Context, x: Tensor) -> Tensor:

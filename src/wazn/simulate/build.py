@@ -23,8 +23,10 @@ from wazn.model.spec import (
 )
 from wazn.recipe import QuantizationFormat, Recipe
 from wazn.simulate.attention import Attended, AttentionModule
+from wazn.simulate.attention_older import OLDER_ATTENTION
 from wazn.simulate.attention_own import OWN_ATTENTION
 from wazn.simulate.blocks import LayerModule
+from wazn.simulate.buffers import load_buffers
 from wazn.simulate.context import Context
 from wazn.simulate.latent_attention import LatentAttentionModule
 from wazn.simulate.listed_experts import LISTED, ListedMoeModule
@@ -61,6 +63,7 @@ class LoadedModel:
     embedding_norm: Module | None = None
     project_in: Module | None = None
     project_out: Module | None = None
+    buffers: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,7 @@ def load(
         by_layer[index].parameters.update(adapters[index])
     tape.enter_layer(None)
     copies = store.modules_to_save(spec, weights)
+    buffers = load_buffers(tape, spec)
     layers = tuple(
         _layer_module(layer, index, by_layer[index], recipe)
         for index, layer in enumerate(spec.layers)
@@ -141,6 +145,7 @@ def load(
         if spec.position_embedding is None
         else weights[f"{spec.position_embedding.name}.weight"],
         embedding_norm=None if spec.embedding_norm is None else _norm(spec.embedding_norm, weights),
+        buffers=buffers,
         project_in=projections[0],
         project_out=projections[1],
         head=LinearModule(spec.head, head_weight, weights.get(f"{spec.head.name}.bias")),
@@ -439,7 +444,7 @@ def _attention(
     if isinstance(spec, LatentAttentionSpec):
         return _latent_attention(spec, linear, weights)
     projections = tuple(linear(item) for item in spec.projections)
-    own = OWN_ATTENTION.get(spec.code)
+    own = OWN_ATTENTION.get(spec.code) or OLDER_ATTENTION.get(spec.code)
     if own is not None:
         return own(spec, projections=projections, output=linear(spec.output))
     return AttentionModule(

@@ -28,9 +28,13 @@ def run_layers(
     tape: Tape, layers: tuple[LayerModule, ...], recipe: Recipe, context: Context, x: Tensor
 ) -> Tensor:
     """x: [B, S, H]; returns the same, out of the last layer, and leaves the tape outside the layers."""
+    handed: dict[int | None, Context] = {}
     for layer in layers:
         tape.enter_layer(layer.index)
-        call = partial(layer, context)
+        window = layer.window
+        if window not in handed:
+            handed[window] = context.for_layer(window)
+        call = partial(layer, handed[window])
         if not layer.checkpointed:
             x = call(x)
         elif recipe.checkpointing is Checkpointing.FULL_REENTRANT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 from wazn.dtypes import BOOL
@@ -24,6 +25,8 @@ class Context:
     sliding_cos, sliding_sin: those of the layers with a window, where they have their own.
     masks: the attention masks [B, 1, S, S] of this pass by window (None: causal over everything), empty where the kernel takes none.
     alibi: the bias of BLOOM, Falcon and MPT.
+    layer_weights: the attention weights in what the last layer returned, of families whose model keeps that until the next has run.
+    position_ids: kept by the calls of the layers that are handed them.
     layer_tables: makes cos and sin for one layer, where each has its own.
     cache: keys and values of every layer with their layer, which the model's outputs hold; None where none are kept.
     """
@@ -40,6 +43,8 @@ class Context:
     sliding_sin: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     alibi: Tensor | None = None
+    layer_weights: list[Tensor | None] = field(default_factory=lambda: [None])
+    position_ids: Tensor | None = None
     layer_tables: Callable[[Context], tuple[Tensor, Tensor]] | None = None
     cache: list[tuple[int | None, Tensor, Tensor]] | None = None
 
@@ -68,6 +73,22 @@ class Context:
         assert self.cos is not None
         assert self.sin is not None
         return self.cos, self.sin
+
+    def for_layer(self, window: int | None) -> Context:
+        """Return what a layer with this window is handed, which a checkpointed call keeps: its own tables and mask."""
+        context = copy(self)
+        if self.layer_tables is None and (self.cos is not None or self.sliding_cos is not None):
+            context.cos, context.sin = self.tables(window)
+        context.sliding_cos = context.sliding_sin = None
+        context.masks = {window: self.masks[window]} if window in self.masks else {}
+        return context
+
+    def release(self) -> None:
+        """Let go of what the model's forward made, at its end."""
+        self.cos = self.sin = self.sliding_cos = self.sliding_sin = None
+        self.masks = {}
+        self.alibi = self.position_ids = self.layer_tables = None
+        self.layer_weights[0] = None
 
     def mask(self, window: int | None) -> Tensor | None:
         """Return the mask for a layer with this window.

@@ -15,6 +15,11 @@ from wazn.simulate.tape import Tape, Tensor
 __all__ = ["hidden_states"]
 
 
+# their layers are not handed the position ids
+_KEEP_POSITIONS_TO_THEMSELVES = frozenset({"gpt_bigcode", "gpt_neo"})
+_WITHOUT_POSITIONS = frozenset({"bloom", "mpt"})
+
+
 def hidden_states(
     tape: Tape, model: LoadedModel, recipe: Recipe, context: Context, input_ids: Tensor
 ) -> Tensor:
@@ -30,16 +35,20 @@ def hidden_states(
     if spec.embedding_scaled and scaled_by_model:
         x = mul_scalar(tape, x)
     inputs_embeds = x  # the model's forward keeps this name to its end
-    position_ids = _position_ids(context, spec)
+    position_ids = None if spec.family in _WITHOUT_POSITIONS else _position_ids(context, spec)
+    if spec.family not in _KEEP_POSITIONS_TO_THEMSELVES:
+        context.position_ids = position_ids
     make_masks(context, spec, x.dtype)
-    x = _embedded(tape, model, context, x, position_ids)
+    positions = _positions(tape, model, spec, position_ids)
+    x = _embedded(tape, model, x, positions)
     make_rotary_tables(context, spec, x.dtype)
     x = run_layers(tape, model.layers, recipe, context, x)
     if model.final_norm is not None:
         x = model.final_norm(tape, x)
-    del position_ids, inputs_embeds
+    del position_ids, inputs_embeds, positions
     if model.project_out is not None:
         x = model.project_out(tape, x)
+    context.release()
     return x
 
 
@@ -60,22 +69,28 @@ def _position_ids(context: Context, spec: ModelSpec) -> Tensor:
         return position_ids
 
 
-def _embedded(
-    tape: Tape, model: LoadedModel, context: Context, x: Tensor, position_ids: Tensor
-) -> Tensor:
-    """Add positions, project (OPT-350M), norm (BLOOM), drop."""
-    spec = model.spec
-    if model.position_embedding is not None and spec.position_embedding is not None:
-        tape.label = spec.position_embedding.name
-        if spec.family == "opt":
-            position_ids = tape.new(position_ids.numel, INT64)  # + offset
-        positions = embedding(
-            tape, model.position_embedding, position_ids, size=spec.position_embedding.size
-        )
-        if model.project_in is not None:
-            x = model.project_in(tape, x)
+def _positions(
+    tape: Tape, model: LoadedModel, spec: ModelSpec, position_ids: Tensor | None
+) -> Tensor | None:
+    """Look learned positions up; OPT adds an offset to the ids first."""
+    if model.position_embedding is None or spec.position_embedding is None or position_ids is None:
+        return None
+    tape.label = spec.position_embedding.name
+    if spec.family == "opt":
+        position_ids = tape.new(position_ids.numel, INT64)
+    return embedding(
+        tape, model.position_embedding, position_ids, size=spec.position_embedding.size
+    )
+
+
+def _embedded(tape: Tape, model: LoadedModel, x: Tensor, positions: Tensor | None) -> Tensor:
+    """Project (OPT-350M), add positions, norm (BLOOM), drop."""
+    if model.project_in is not None:
+        x = model.project_in(tape, x)
+    if positions is not None:
+        tape.label = "positions"
         x = add(tape, x, positions)
     if model.embedding_norm is not None:
         x = model.embedding_norm(tape, x)
     tape.label = "embedding.dropout"
-    return dropout(tape, x, spec.embedding_dropout)
+    return dropout(tape, x, model.spec.embedding_dropout)

@@ -121,6 +121,8 @@ def _mask(
         case _:
             if habits.window_mask is WindowMask.UNUSED and window is None:
                 context.masks[0] = _boolean_mask(context, padding, sliding=True)
+            if habits.sdpa_mask and attention.code != "falcon":
+                return _additive_mask(context, dtype)
             is_needed = (
                 habits.sdpa_mask
                 or (attention.code == "falcon" and attention.alibi)
@@ -218,11 +220,20 @@ def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
                 _layer_tables, rotary_dim=spec.rotary_dim, dtype=table_dtype, code=code
             )
             return
-        context.cos, context.sin = _tables(context, spec.rotary_dim, table_dtype, code)
-        if spec.rotary_tables > 1:
+        windows = table_windows(spec)
+        if None in windows:
+            context.cos, context.sin = _tables(context, spec.rotary_dim, table_dtype, code)
+        if len(windows - {None}):
             context.sliding_cos, context.sliding_sin = _tables(
                 context, spec.rotary_dim, table_dtype, code
             )
+
+
+def table_windows(spec: ModelSpec) -> frozenset[bool | None]:
+    """For which layers a pass makes tables: None for all or the full ones, True for sliding ones with tables of their own."""
+    if spec.rotary_tables == 1:
+        return frozenset({None})
+    return frozenset(True if layer.attention.window else None for layer in spec.layers)
 
 
 def _layer_tables(
@@ -235,6 +246,7 @@ def _layer_tables(
     with tape.no_grad():
         if habits.rotary_stored and habits.family not in _STORED_IN_VAIN:
             numel = context.seq_len * rotary_dim
+            dtype = FLOAT32 if habits.family == "gpt_neox" else dtype
             return tape.new(numel, dtype), tape.new(numel, dtype)
         return _tables(context, rotary_dim, dtype, code)
 
