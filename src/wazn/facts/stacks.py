@@ -137,20 +137,25 @@ class Habits:
     keeps_quantized_input: bool
 
     @property
+    def minor(self) -> tuple[int, int]:
+        """The version as numbers, to compare."""
+        major, minor = self.version.split(".")
+        return int(major), int(minor)
+
+    @property
     def own_attention_code(self) -> bool:
         """Whether the family's class calls sdpa itself, not through transformers' attention functions, as all did before 4.48.
 
         It then projects queries, keys and values before it views one of them as heads.
         """
-        minor = tuple(int(part) for part in self.version.split("."))
-        if minor < (4, 48):
+        if self.minor < (4, 48):
             return True
-        return not self.contiguous_qkv if minor < (4, 56) else self.repeat_kv
+        return not self.contiguous_qkv if self.minor < (4, 56) else self.repeat_kv
 
     @property
     def cache_copies(self) -> bool:
         """Whether the cache object makes new keys and values, which attention then uses: in 4.56 and 4.57."""
-        return self.kv_cache is KvCache.OBJECT and self.version in ("4.56", "4.57")
+        return self.kv_cache is KvCache.OBJECT and (4, 56) <= self.minor <= (4, 57)
 
 
 RULED_FIELDS = tuple(

@@ -108,6 +108,8 @@ class AttentionModule:
             query = self.q_norm(tape, query)
             key = self.k_norm(tape, key)
         key, value = context.remember(key, value)
+        if context.habits.rotary_stored:  # GPT-NeoX stored its tables in fp32
+            query, key = to(tape, query, value.dtype), to(tape, key, value.dtype)
         tape.label = "attention"
         out, weights = attend(
             context,

@@ -41,12 +41,19 @@ from wazn.simulate.ops import (
 from wazn.simulate.rotary import ROTARY
 from wazn.simulate.tape import Tape, Tensor
 
-__all__ = ["OWN_ATTENTION", "BloomAttention", "FalconAttention", "GptNeoAttention", "MptAttention"]
+__all__ = [
+    "OWN_ATTENTION",
+    "BloomAttention",
+    "FalconAttention",
+    "GptNeoAttention",
+    "MptAttention",
+    "OwnAttention",
+]
 
 Attended = tuple[Tensor, "Tensor | None"]
 
 
-class _OwnAttention:
+class OwnAttention:
     """What they share: projections, output, sizes."""
 
     __slots__ = ("output", "projections", "spec")
@@ -75,7 +82,7 @@ class _OwnAttention:
         )
 
 
-class FalconAttention(_OwnAttention):
+class FalconAttention(OwnAttention):
     """FalconAttention: a mask is always handed to `scaled_dot_product_attention`, keys and values never repeated for it."""
 
     __slots__ = ()
@@ -186,7 +193,7 @@ class FalconAttention(_OwnAttention):
         return out, weights
 
 
-class BloomAttention(_OwnAttention):
+class BloomAttention(OwnAttention):
     """BloomAttention: baddbmm onto alibi, eager only; adds the residual itself."""
 
     __slots__ = ()
@@ -210,8 +217,9 @@ class BloomAttention(_OwnAttention):
         key, value = context.remember(key, value)
         if shape.micro_batch > 1 and shape.num_heads > 1:
             query = contiguous(tape, query)
-            key = contiguous(tape, key)
-            value = contiguous(tape, value)
+            if not context.cache_copies:
+                key = contiguous(tape, key)
+                value = contiguous(tape, value)
         scores = self._scores(context, query, key, shape)
         weights = add(tape, scores, context.masks[None])
         probabilities = to(tape, softmax(tape, weights, FLOAT32), query.dtype)
@@ -243,7 +251,7 @@ class BloomAttention(_OwnAttention):
         return baddbmm(tape, query, key, numel=shape.num_rows * shape.seq_len)
 
 
-class MptAttention(_OwnAttention):
+class MptAttention(OwnAttention):
     """MptAttention: alibi added to the scores, masked by `masked_fill`, eager only."""
 
     __slots__ = ()
@@ -279,7 +287,7 @@ class MptAttention(_OwnAttention):
         return out, weights
 
 
-class GptNeoAttention(_OwnAttention):
+class GptNeoAttention(OwnAttention):
     """GPTNeoSelfAttention: scores in fp32, causal by `where`; or the package flash-attn."""
 
     __slots__ = ()
@@ -324,7 +332,8 @@ class GptNeoAttention(_OwnAttention):
         query = to(tape, query, FLOAT32)
         key = to(tape, key, FLOAT32)
         numel = shape.num_rows * shape.seq_len
-        weights = matmul_heads(tape, query, key, shape, numel=numel, copy_a=True, copy_b=True)
+        copy = not context.cache_copies
+        weights = matmul_heads(tape, query, key, shape, numel=numel, copy_a=True, copy_b=copy)
         mask_value = tape.new(1, weights.dtype)
         causal_mask = Tensor(None, context.seq_len * context.seq_len, BOOL)  # a slice of a buffer
         weights = where(tape, causal_mask, weights)
@@ -333,13 +342,13 @@ class GptNeoAttention(_OwnAttention):
         weights = to(tape, weights, value.dtype)
         weights = dropout(tape, weights, self.spec.dropout)
         out = matmul_heads(
-            tape, weights, value, shape, numel=value.numel, copy_a=False, copy_b=True, merged=True
+            tape, weights, value, shape, numel=value.numel, copy_a=False, copy_b=copy, merged=True
         )
         del mask_value
         return out, weights
 
 
-OWN_ATTENTION: dict[str, type[_OwnAttention]] = {
+OWN_ATTENTION: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
     "falcon": FalconAttention,
     "gpt_neo": GptNeoAttention,

@@ -70,6 +70,7 @@ class LatentAttentionModule:
         q_rot, k_rot = self._rotate(context, q_rot, k_rot, layout)
         query_states = cat(tape, (q_pass, q_rot))
         key_states, value_states = self._expand(tape, kv_nope, k_rot)
+        key_states, value_states = context.remember(key_states, value_states)
         tape.label = "attention"
         head_dim = spec.nope_head_dim + spec.rope_head_dim
         out, weights = attend(

@@ -8,6 +8,7 @@ from wazn.dtypes import BOOL, FLOAT32
 from wazn.facts.stacks import CausalBuffers, Habits
 from wazn.model.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, NormKind
 from wazn.recipe import Recipe
+from wazn.simulate.attention_older import OLDER_OPT
 from wazn.simulate.tape import Tape, Tensor
 from wazn.timeline.events import Category
 
@@ -33,14 +34,16 @@ def as_written(spec: ModelSpec, habits: Habits) -> ModelSpec:
 
 
 def _layer(layer: LayerSpec, habits: Habits) -> LayerSpec:
-    attention = layer.attention
+    attention, is_older = layer.attention, habits.own_attention_code
+    is_opt_448 = habits.minor <= (4, 48)  # it views its heads without a copy since
     if isinstance(attention, AttentionSpec):
         code = attention.rotary_code if habits.rotary_code == _OWN else habits.rotary_code
         attention = replace(
             attention,
+            code=OLDER_OPT if attention.code == "opt" and is_opt_448 else attention.code,
             rotary_code=code,
             rotary_concat=attention.rotary_concat and code == attention.rotary_code,
-            views_last=attention.views_last or habits.own_attention_code,
+            views_last=attention.views_last or is_older,
             q_norm=_norm(attention.q_norm, habits),
             k_norm=_norm(attention.k_norm, habits),
         )
