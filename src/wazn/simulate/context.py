@@ -109,11 +109,12 @@ class Context:
     def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put a layer's keys and values into the cache; return those that attention goes on with.
 
-        A cache that copies joins them to empty tensors: new ones, contiguous as [B, g, S, d].
+        A cache that copies joins them to empty tensors of the keys' type: new ones, contiguous as [B, g, S, d].
         """
         if self.cache is None:
             return key, value
         if self.cache_copies:
-            key, value = cat(self.tape, (key,)), cat(self.tape, (value,))
+            empty = Tensor(None, 0, key.dtype)
+            key, value = cat(self.tape, (empty, key)), cat(self.tape, (empty, value))
         self.cache.append((self.tape.layer, key, value))
         return key, value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from wazn.dtypes import BOOL, FLOAT32
 from wazn.facts.stacks import CausalBuffers, Habits
-from wazn.model.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, NormKind
+from wazn.model.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, NormKind, RotaryKind
 from wazn.recipe import Recipe
 from wazn.simulate.attention_older import OLDER_OPT
 from wazn.simulate.tape import Tape, Tensor
@@ -77,7 +77,9 @@ def make_buffers(tape: Tape, spec: ModelSpec, recipe: Recipe, habits: Habits) ->
         tape.enter_layer(index)
         if habits.causal_buffers is CausalBuffers.PER_LAYER and habits.family != "gpt_neo":
             buffers.append(tape.new_tagged(square, BOOL, Category.WEIGHTS, "causal mask"))
-        if habits.rotary_stored and spec.rotary_dim:
+        attention = spec.layers[index].attention
+        rotates = not isinstance(attention, AttentionSpec) or attention.rotary is not RotaryKind.NONE
+        if habits.rotary_stored and rotates and spec.rotary_dim:
             buffers += [
                 tape.new_tagged(positions * spec.rotary_dim, table_dtype, Category.WEIGHTS, name)
                 for name in ("cos", "sin")
