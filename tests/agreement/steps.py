@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
+
+import peft
 
 from tests.recipes import make_recipe
 from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -55,6 +59,7 @@ class Case:
     kbit: bool = True
     dora: bool = False
     dropout: float = 0.0
+    saved: tuple[str, ...] = ()  # modules that are trained whole beside the adapters
     changes: tuple[tuple[str, Any], ...] = ()  # of the configuration
 
     def config(self) -> dict[str, Any]:
@@ -72,7 +77,13 @@ class Case:
 
     def recipe(self) -> Recipe:
         """For the tape."""
-        adapted_by = Adapter(rank=16, targets=self.targets, dora=self.dora, dropout=self.dropout)
+        adapted_by = Adapter(
+            rank=16,
+            targets=self.targets,
+            dora=self.dora,
+            dropout=self.dropout,
+            modules_to_save=self.saved,
+        )
         quantization = Quantization(
             format=QuantizationFormat.NF4,
             double_quant=True,
@@ -107,7 +118,7 @@ class Case:
             prepare_kbit=self.kbit,
             weight_dtype=self.weights,
             autocast_dtype=self.autocast,
-            adapter_dtype=self.adapters,
+            adapter_dtype=None if self.adapters == "float32" else self.adapters,  # peft's own
             micro_batch=self.micro_batch,
             seq_len=self.seq_len,
             checkpointing=self.checkpointing,
@@ -117,7 +128,11 @@ class Case:
 
 def real_peaks(case: Case) -> Peaks:
     """The rehearsal's peaks by step and phase."""
-    return rehearse(case.config(), case.rehearsed()).peaks()
+    if not case.saved:
+        return rehearse(case.config(), case.rehearsed()).peaks()
+    with_saved = partial(peft.LoraConfig, modules_to_save=list(case.saved))
+    with patch.object(peft, "LoraConfig", with_saved):
+        return rehearse(case.config(), case.rehearsed()).peaks()
 
 
 def tape_timeline(case: Case) -> Timeline:
@@ -125,7 +140,7 @@ def tape_timeline(case: Case) -> Timeline:
     spec, recipe = case.spec(), case.recipe()
     names: frozenset[str] = frozenset()
     if case.targets:
-        found = adapted(spec, ",".join(case.targets))
+        found = adapted(spec, ",".join(case.targets), modules_to_save=case.saved)
         names = frozenset(target.name for layer in found.layers for target in layer)
     habits = resolve_stack("hf@5.24", family=spec.family)
     return simulate(spec, recipe, habits, names).timeline
@@ -144,4 +159,4 @@ def tape_peaks(case: Case) -> Peaks:
     return peaks
 
 
-__all__ = ["Case", "Peaks", "real_peaks", "replace", "tape_peaks", "tape_timeline"]
+__all__ = ["Case", "Peaks", "real_peaks", "tape_peaks", "tape_timeline"]

@@ -130,6 +130,17 @@ CASES: dict[str, Case] = {
         checkpointing="full",
         autocast="bfloat16",
     ),
+    "Embedding and head trained beside the adapters": Case(
+        model=LLAMA3,
+        method="lora",
+        targets=ALL,
+        saved=("embed_tokens", "lm_head"),
+        checkpointing="full",
+        autocast="bfloat16",
+    ),
+    "Embedding trained, its tied head not": Case(
+        model="meta-llama/Llama-3.2-1B", method="lora", targets=QKVO, saved=("embed_tokens",)
+    ),
     "bf16 adapters with dropout": Case(
         model=LLAMA3, method="lora", targets=ALL, adapters="bfloat16", dropout=0.1
     ),
@@ -181,6 +192,7 @@ def allowed_bytes(case: Case, phase: str, step: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from tests.agreement.compare import DTYPES, allocations, assert_agree, run_on_tape  # noqa: E402
+from tests.agreement.test_lora import without_vector_sum  # noqa: E402
 from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
 from wazn.trace.quantized import _pack, give_quant_states  # noqa: E402
 from wazn.trace.world import World  # noqa: E402
@@ -56,7 +57,7 @@ class Real8bit(torch.nn.Module):
 def real_lora_4bit(*, double_quant: bool, bias: bool, dropout: float, dora: bool) -> Any:
     from peft.tuners.lora.bnb import Linear4bit
 
-    config = peft.LoraConfig(r=RANK, lora_dropout=dropout)
+    config = peft.LoraConfig(r=RANK, lora_dropout=dropout, use_dora=dora)
     base = real_4bit(double_quant=double_quant, bias=bias)
     with torch.device("meta"):
         layer = Linear4bit(base, "default", config=config, r=RANK, lora_alpha=RANK)
@@ -207,3 +208,34 @@ def test_8bit_input_outlives_checkpointing() -> None:
 
 def alive_bytes(tape: Tape) -> int:
     return sum(sum(segment.sizes) for segment in tape.segments)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_dora_on_4bit(
+    autocast: str | None, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DoRA dequantises the weight once more in every forward pass."""
+    from bitsandbytes.functional import dequantize_4bit
+    from peft.tuners.lora import dora
+
+    def dequantize(
+        module: Any,
+    ) -> Any:  # peft's own asks for a class that cannot hold a fake tensor
+        state = getattr(module.weight, "quant_state", None)
+        if state is None:  # while the layer is made
+            return torch.empty((OUT, IN), dtype=torch.bfloat16, device="meta")
+        return dequantize_4bit(module.weight.data, state)
+
+    monkeypatch.setattr(dora, "dequantize_module_weight", dequantize)
+    monkeypatch.setattr(dora, "deepcopy", lambda module: module)
+    spec = Spec((*MANY, IN), "bfloat16", requires_grad=True)
+    options = {"double_quant": True, "bias": False, "dropout": dropout, "dora": True}
+    real = measured(real_lora_4bit(**options), spec, autocast)
+    tape = run_on_tape(
+        call,
+        spec,
+        autocast=None if autocast is None else DTYPES[autocast],
+        prepare=lambda tape: tape_lora_4bit(tape, **options),
+    )
+    assert_agree(without_vector_sum(real), tape)

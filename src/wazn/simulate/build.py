@@ -132,7 +132,7 @@ def load(
     own_embedding = weights[f"{spec.embedding.name}.weight"]
     embedding = copies.get(spec.embedding.name, own_embedding)
     own_head = own_embedding if spec.tied else weights[f"{spec.head.name}.weight"]
-    head_weight = copies.get(spec.head.name, embedding if spec.tied else own_head)
+    head_weight = copies.get(spec.head.name, own_head)  # a tied head stays with the original
     projections: list[Module | None] = [
         _linear(linear, weights, recipe) for linear in spec.embedding_projections
     ] or [None, None]
