@@ -270,8 +270,8 @@ def _sdpa(
 ) -> Tensor:
     """transformers' sdpa_attention_forward.
 
-    Grouped heads are repeated where the stack does so, a mask is given or heads are too wide; some releases then copy what is
-    a transposed view.
+    Grouped heads are repeated where the stack does so, a mask is given or heads are too wide; some releases then
+    copy what is a transposed view.
     """
     tape, habits = context.tape, context.habits
     mask = context.mask(spec.window)
@@ -288,8 +288,9 @@ def _sdpa(
         shape = shape._replace(num_kv_heads=shape.num_heads)
     if habits.contiguous_qkv and shape.num_heads > 1:
         query = query if heads_first else contiguous(tape, query)
-        if not copied and shape.num_kv_heads > 1:
-            key = key if heads_first and groups == 1 else contiguous(tape, key)
+        if not copied and (shape.num_kv_heads > 1 or spec.fused is not None):
+            joined = heads_first and (groups == 1 or enable_gqa)  # what `cat` made is contiguous
+            key = key if joined else contiguous(tape, key)
             value = contiguous(tape, value)
         heads_first = layout.heads_first = True
     out, out_heads_first = scaled_dot_product_attention(
