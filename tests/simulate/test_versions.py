@@ -17,11 +17,11 @@ from wazn.recipe import Adapter, Checkpointing, Method, Quantization, Quantizati
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Timeline
 
-L, H, I, B, S = 5, 64, 160, 2, 32
+L, H, UP, B, S = 5, 64, 160, 2, 32
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": H,
-    "intermediate_size": I,
+    "intermediate_size": UP,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": L,
@@ -53,7 +53,9 @@ def run(habits: Habits, **choices: Any) -> Timeline:
 
 @pytest.mark.parametrize("kind", [KvCache.TUPLE, KvCache.OBJECT])
 def test_outputs_hold_keys_and_values(kind: KvCache) -> None:
-    """At the end of the loss the outputs hold every layer's keys; the values are held, as v_proj's result, in any case."""
+    """At the end of the loss the outputs hold every layer's keys; the values are held, as v_proj's
+    result, in any case.
+    """
     with_cache = levels(run(replace(NEWEST, kv_cache=kind)))
     without = levels(run(NEWEST))
     # flash attention saves the rotated keys and the values, so the cache adds nothing while the graph is there
@@ -99,7 +101,9 @@ def test_buffers_of_each_layer() -> None:
 
 
 def test_micro_batches_that_are_fetched_at_once() -> None:
-    """Ids, labels and mask of all micro-batches, 8 bytes each, are there from the first on; before 4.46 those of one."""
+    """Ids, labels and mask of all micro-batches, 8 bytes each, are there from the first on; before
+    4.46 those of one.
+    """
     batch = 3 * B * S * 8
     for at_once, held in ((True, 4), (False, 1)):
         habits = replace(NEWEST, fetches_step_at_once=at_once)
@@ -113,7 +117,7 @@ def test_micro_batches_that_are_fetched_at_once() -> None:
             level += event.num_bytes
             highest = max(highest, level)
         assert level == held * batch  # of the second step: the loop still holds them
-        assert highest == 2 * held * batch  # the last ones are let go of when the next ones are bound
+        assert highest == 2 * held * batch  # the last ones go when the next ones are bound
 
 
 def test_micro_batches_beyond_those_that_are_run() -> None:
@@ -127,7 +131,8 @@ def test_micro_batches_beyond_those_that_are_run() -> None:
 def test_quantised_inputs_that_are_kept() -> None:
     """bitsandbytes before 0.43.2 holds the inputs of 4-bit linears until the loss dies.
 
-    In each layer the input of q, k and v (one tensor), of o, of gate and up (one tensor), of down; not the first layer's first,
+    In each layer the input of q, k and v (one tensor), of o, of gate and up (one tensor), of down;
+    not the first layer's first,
     which requires no gradient, so that no node is made for it.
     """
     kept, let_go = (
@@ -164,7 +169,7 @@ def test_quantised_inputs_that_are_kept() -> None:
             if event.num_bytes > 0 and str(event.phase) == "backward":
                 at_last = level
         levels_at_last_gradient.append(at_last)
-    expected = L * B * S * (3 * H + I) * 2 - B * S * H * 2
+    expected = L * B * S * (3 * H + UP) * 2 - B * S * H * 2
     assert levels_at_last_gradient[0] - levels_at_last_gradient[1] == expected
 
 

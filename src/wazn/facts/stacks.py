@@ -144,7 +144,7 @@ class Habits:
 
     @property
     def own_attention_code(self) -> bool:
-        """Whether the family's class calls sdpa itself, not through transformers' attention functions, as all did before 4.48.
+        """Whether the family's class calls sdpa itself, as all did before 4.48, not through an attention function.
 
         It then projects queries, keys and values before it views one of them as heads.
         """

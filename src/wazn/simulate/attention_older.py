@@ -23,7 +23,7 @@ OLDER_OPT = "opt-4.48"
 
 
 class OlderOptAttention(OwnAttention):
-    """OPTAttention, OPTSdpaAttention up to 4.48: heads are copied to be contiguous; eager scores are bounded by `maximum`.
+    """OPTAttention, OPTSdpaAttention up to 4.48: heads are copied to be contiguous, eager scores bounded by `maximum`.
 
     Sources: models/opt/modeling_opt.py:122-250 of transformers 4.45, :374-475 of 4.48.
     """

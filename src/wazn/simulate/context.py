@@ -1,4 +1,6 @@
-"""What every block of a forward pass sees: the tape, the sizes of the batch, the tables made once per pass."""
+"""What every block of a forward pass sees: the tape, the sizes of the batch, the tables made once
+per pass.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ class Context:
     attention: the implementation that was asked for; `scaled_dot_product_attention` chooses its kernel itself.
     cos, sin: the rotary tables [1, S, rotary_dim] of this pass; None without rotary.
     sliding_cos, sliding_sin: those of the layers with a window, where they have their own.
-    masks: the attention masks [B, 1, S, S] of this pass by window (None: causal over everything), empty where the kernel takes none.
+    masks: the attention masks [B, 1, S, S] of this pass by window (None: causal over everything),
+        empty where the kernel takes none.
     alibi: the bias of BLOOM, Falcon and MPT.
-    layer_weights: the attention weights in what the last layer returned, of families whose model keeps that until the next has run.
+    layer_weights: the attention weights in what the last layer returned, of families whose model
+        keeps that until the next has run.
     position_ids: kept by the calls of the layers that are handed them.
     layer_tables: makes cos and sin for one layer, where each has its own.
     cache: keys and values of every layer with their layer, which the model's outputs hold; None where none are kept.
@@ -75,7 +79,9 @@ class Context:
         return self.cos, self.sin
 
     def for_layer(self, window: int | None) -> Context:
-        """Return what a layer with this window is handed, which a checkpointed call keeps: its own tables and mask."""
+        """Return what a layer with this window is handed, which a checkpointed call keeps: its own
+        tables and mask.
+        """
         context = copy(self)
         if self.layer_tables is None and (self.cos is not None or self.sliding_cos is not None):
             context.cos, context.sin = self.tables(window)
@@ -93,7 +99,8 @@ class Context:
     def mask(self, window: int | None) -> Tensor | None:
         """Return the mask for a layer with this window.
 
-        Where the model makes one mask that knows no windows, each layer with a window makes its own of it (`torch.where`).
+        Where the model makes one mask that knows no windows, each layer with a window makes its own
+        of it (`torch.where`).
         """
         mask = self.masks.get(window)
         if mask is None or window is None or mask.dtype is BOOL or not self.habits.sdpa_mask:

@@ -1,7 +1,7 @@
 """From the last hidden states to the loss, as each version of transformers writes it.
 
-B micro-batch, S tokens, V vocabulary rows. The functions below are the scopes of the real code: what is a local variable there is one
-here, and dies when that function returns. The programs and their versions: docs/stacks.md.
+B micro-batch, S tokens, V vocabulary rows. The functions below are the scopes of the real code: what is a local
+variable there is one here, and dies when that function returns. The programs and their versions: docs/stacks.md.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def causal_lm_loss(
 
 
 def held_outputs(tape: Tape, logits: Tensor, cache: Cache | None, habits: Habits) -> list[object]:
-    """Return what the outputs hold beside the loss once accelerate has copied their 16-bit tensors to fp32, under autocast.
+    """Return what the outputs hold beside the loss: under autocast accelerate copies their 16-bit tensors to fp32.
 
     It looks into tuples, not into a cache object. What was copied dies when everything has been.
     """

@@ -1,7 +1,7 @@
 """Two optimizer steps of a training run on the tape: Model x Recipe -> Timeline.
 
-What happens twice in the same way is run once: equal layers (`repeat`), equal micro-batches, and the forward and backward
-passes of the second step. Their events are written again with new identities.
+What happens twice in the same way is run once: equal layers (`repeat`), equal micro-batches, and the forward and
+backward passes of the second step. Their events are written again with new identities.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _INPUTS = ("input_ids", "labels", "attention_mask")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """The timeline, what the optimizer keeps in managed memory outside it, and how many parameters are trained."""
+    """The timeline, what the optimizer keeps in managed memory outside it, and how many parameters
+    are trained.
+    """
 
     timeline: Timeline
     managed_bytes: int
@@ -58,7 +60,8 @@ def simulate(
 
     Args:
         habits: of the training stack: how the loss, the loop and the family's class are written.
-        num_fetched: micro-batches that are on the GPU at once where the stack fetches a whole step; by default those of the recipe.
+        num_fetched: micro-batches that are on the GPU at once where the stack fetches a whole step;
+            by default those of the recipe.
         capability: the card's compute capability, by which kernels are chosen.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices: one for forward, one for backward.
         targets: the linears that carry adapters, by their names within a layer.
@@ -214,7 +217,9 @@ class _Run:
         return self.tape.cut()
 
     def _fetch(self, *, step: int, number: int) -> None:
-        """Put micro-batch `number` of a step on the GPU, or all of them with the first one; the loop holds the last ones till then."""
+        """Put micro-batch `number` of a step on the GPU, or all of them with the first one; the
+        loop holds the last ones till then.
+        """
         tape, recipe, setup = self.tape, self.recipe, self.setup
         at_once = setup.habits.fetches_step_at_once
         if at_once and number:
@@ -247,7 +252,9 @@ class _Run:
         tape.enter_layer(None)
 
     def _take_workspace(self, *, first: bool) -> None:
-        """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace from its first product on."""
+        """Each thread that multiplies matrices, forward's and backward's, keeps a cuBLAS workspace
+        from its first product on.
+        """
         if first and self.setup.workspace_bytes:
             self.workspaces.append(
                 self.tape.new_tagged(

@@ -62,7 +62,9 @@ def _one_for_all(context: Context) -> bool:
 def _shared_mask(
     context: Context, attentions: Sequence[AttentionSpec], dtype: Dtype
 ) -> Tensor | None:
-    """The mask of models that write it themselves: additive where there is one; boolean in GPT-BigCode, MPT and GPT-Neo as now."""
+    """The mask of models that write it themselves: additive where there is one; boolean in
+    GPT-BigCode, MPT and GPT-Neo as now.
+    """
     if not attentions:
         return None
     habits, first = context.habits, attentions[0]
@@ -83,7 +85,9 @@ def _shared_mask(
 
 
 def _additive_mask(context: Context, dtype: Dtype) -> Tensor:
-    """_prepare_4d_causal_attention_mask_with_cache_position: [B, 1, S, S], with a sum to find what is padded."""
+    """_prepare_4d_causal_attention_mask_with_cache_position: [B, 1, S, S], with a sum to find what
+    is padded.
+    """
     tape, square = context.tape, context.seq_len * context.seq_len
     causal = tape.new(square, dtype)
     mask = tape.new(square * context.micro_batch, dtype)
@@ -99,10 +103,10 @@ def _additive_mask(context: Context, dtype: Dtype) -> Tensor:
 def _mask(
     context: Context, attention: AttentionSpec, window: int | None, dtype: Dtype
 ) -> Tensor | None:
-    """create_causal_mask, create_sliding_window_causal_mask: [B, 1, S, S], or None where the kernel is causal by itself.
+    """create_causal_mask, create_sliding_window_causal_mask: [B, 1, S, S], or None where the kernel is causal itself.
 
-    `scaled_dot_product_attention` gets a boolean one where the window is shorter than the batch, and where the family always has
-    one; eager attention always gets one to add; flash-attn gets none.
+    `scaled_dot_product_attention` gets a boolean one where the window is no longer than the sequence, and where the
+    family always has one; eager attention always gets one to add; flash-attn gets none.
     """
     tape, habits = context.tape, context.habits
     padding = tape.new(context.num_tokens, BOOL)
@@ -134,7 +138,9 @@ def _mask(
 
 
 def _boolean_mask(context: Context, padding: Tensor, *, sliding: bool) -> Tensor:
-    """sdpa_mask: the condition on places, written out for queries and keys, and the padding of each sample."""
+    """sdpa_mask: the condition on places, written out for queries and keys, and the padding of each
+    sample.
+    """
     tape = context.tape
     places = tape.new(context.seq_len, INT64), tape.new(context.seq_len, INT64)
     square = context.seq_len * context.seq_len
@@ -165,7 +171,9 @@ def _and(tape: Tape, square: int) -> Tensor:
 
 
 def _alibi(context: Context, attention: AttentionSpec, dtype: Dtype) -> Tensor:
-    """build_alibi_tensor of BLOOM (products in fp32) and Falcon (in bf16): [B * h, 1, S] in the type of the hidden states."""
+    """build_alibi_tensor of BLOOM (products in fp32) and Falcon (in bf16): [B * h, 1, S] in the
+    type of the hidden states.
+    """
     tape, heads = context.tape, attention.num_heads
     slopes = tape.new(heads, FLOAT32)
     positions = tape.new(context.num_tokens, INT64)
@@ -184,7 +192,9 @@ def _mpt_alibi(tape: Tape, heads: int, max_positions: int) -> Tensor:
 
 
 def _merge_alibi(context: Context, attention: AttentionSpec, dtype: Dtype) -> None:
-    """masked_fill of alibi by the mask: a mask [B, h, S, S] in the type of the hidden states (FalconModel)."""
+    """masked_fill of alibi by the mask: a mask [B, h, S, S] in the type of the hidden states
+    (FalconModel).
+    """
     tape, mask = context.tape, context.masks[None]
     if mask.dtype is BOOL:
         zero = tape.new(1, dtype)
@@ -201,7 +211,9 @@ _STORED_IN_VAIN = frozenset({"llama", "olmo"})  # kept for others' code, not rea
 
 
 def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
-    """Make cos and sin [1, S, rotary_dim] in the type of the hidden states, a second pair where sliding layers have their own."""
+    """Make cos and sin [1, S, rotary_dim] in the type of the hidden states, a second pair where
+    sliding layers have their own.
+    """
     if not spec.rotary_dim:
         return
     code = _rotary_code(spec)
@@ -230,10 +242,16 @@ def make_rotary_tables(context: Context, spec: ModelSpec, dtype: Dtype) -> None:
 
 
 def table_windows(spec: ModelSpec) -> frozenset[bool | None]:
-    """For which layers a pass makes tables: None for all or the full ones, True for sliding ones with tables of their own."""
+    """For which layers a pass makes tables: None for all or the full ones, True for sliding ones
+    with tables of their own.
+    """
     if spec.rotary_tables == 1:
         return frozenset({None})
-    return frozenset(True if layer.attention.window else None for layer in spec.layers)
+    attentions = [layer.attention for layer in spec.layers]
+    return frozenset(
+        True if isinstance(attention, AttentionSpec) and attention.window else None
+        for attention in attentions
+    )
 
 
 def _layer_tables(
@@ -256,7 +274,9 @@ def _rotary_code(spec: ModelSpec) -> str:
 
 
 def _tables(context: Context, rotary_dim: int, dtype: Dtype, code: str) -> tuple[Tensor, Tensor]:
-    """LlamaRotaryEmbedding.forward: positions times frequencies, doubled (not in gpt-oss), cos and sin times a scale, cast."""
+    """LlamaRotaryEmbedding.forward: positions times frequencies, doubled (not in gpt-oss), cos and
+    sin times a scale, cast.
+    """
     tape, half = context.tape, context.seq_len * rotary_dim // 2
     positions = tape.new(context.seq_len, FLOAT32)
     freqs = tape.new(half, FLOAT32)
@@ -283,7 +303,9 @@ def _gptj_tables(context: Context, rotary_dim: int, dtype: Dtype) -> tuple[Tenso
 
 
 def _complex_tables(context: Context, rotary_dim: int) -> Tensor:
-    """DeepseekV2RotaryEmbedding: [1, S, rotary_dim / 2] complex numbers, as many bytes as fp32 [1, S, rotary_dim]."""
+    """DeepseekV2RotaryEmbedding: [1, S, rotary_dim / 2] complex numbers, as many bytes as fp32 [1,
+    S, rotary_dim].
+    """
     tape, half = context.tape, context.seq_len * rotary_dim // 2
     positions = tape.new(context.seq_len, FLOAT32)
     freqs = tape.new(half, FLOAT32)

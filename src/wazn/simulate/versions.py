@@ -1,4 +1,6 @@
-"""What a family's class has in some releases and not in others, beside what attention and the loss ask for: buffers, other code."""
+"""What a family's class has in some releases and not in others, beside what attention and the loss
+ask for: buffers, other code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _OWN = "own"
 
 
 def as_written(spec: ModelSpec, habits: Habits) -> ModelSpec:
-    """Return the model with the norms and the rotary code that its class has at that version; layers that were equal stay so."""
+    """Return the model with the norms and the rotary code that its class has at that version;
+    layers that were equal stay so.
+    """
     is_newest = habits.norm_code == _OWN and habits.rotary_code == _OWN
     if is_newest and not habits.own_attention_code:
         return spec
@@ -78,7 +82,9 @@ def make_buffers(tape: Tape, spec: ModelSpec, recipe: Recipe, habits: Habits) ->
         if habits.causal_buffers is CausalBuffers.PER_LAYER and habits.family != "gpt_neo":
             buffers.append(tape.new_tagged(square, BOOL, Category.WEIGHTS, "causal mask"))
         attention = spec.layers[index].attention
-        rotates = not isinstance(attention, AttentionSpec) or attention.rotary is not RotaryKind.NONE
+        rotates = (
+            not isinstance(attention, AttentionSpec) or attention.rotary is not RotaryKind.NONE
+        )
         if habits.rotary_stored and rotates and spec.rotary_dim:
             buffers += [
                 tape.new_tagged(positions * spec.rotary_dim, table_dtype, Category.WEIGHTS, name)
