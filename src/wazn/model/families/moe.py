@@ -485,7 +485,7 @@ def gpt_oss(c: Fields) -> ModelSpec:
         s,
         layers=layers_of_kinds(windows, layer),
         norm_kind=NormKind.RMS_CAST_LAST,
-        rotary_dim=s.head_dim // 2,  # its tables are not doubled
+        rotary_dim=s.head_dim,  # its tables hold half of that: they are not doubled
     )
 
 
