@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wazn.dtypes import FLOAT32
+from wazn.dtypes import BOOL, FLOAT32, INT64
 from wazn.facts.stacks import Habits
 from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
@@ -44,9 +44,10 @@ from wazn.simulate.ops import (
 from wazn.simulate.rotary import ROTARY
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
-__all__ = ["Attended", "AttentionModule", "attend", "implementation"]
+__all__ = ["Attended", "AttentionModule", "attend", "implementation", "look_for_packing"]
 
 Attended = tuple[Tensor, "Tensor | None"]
+
 
 def implementation(habits: Habits, asked: Attention) -> Attention:
     """Return what runs: transformers falls back to eager where a class does not know `scaled_dot_product_attention`."""
@@ -322,21 +323,37 @@ def _flash(
 ) -> Tensor:
     """transformers' flash_attention_forward without padding; what is in fp32 under autocast is cast."""
     tape = context.tape
+    cuts = shape.value_dim != shape.head_dim
+    if cuts:  # latent attention: values are padded to the heads of the queries, the result is cut
+        value = pad(tape, value, value.numel // shape.value_dim * shape.head_dim)
     if query.dtype is FLOAT32 and tape.autocast_dtype is not None:
         lower = tape.autocast_dtype
         query, key, value = to(tape, query, lower), to(tape, key, lower), to(tape, value, lower)
-    narrow_values = shape.value_dim != shape.head_dim
-    if (
-        narrow_values
-    ):  # latent attention: values are padded to the heads of the queries, the result is cut
-        value = pad(tape, value, value.numel // shape.value_dim * shape.head_dim)
     layout.heads_first = shape.num_heads > 1 and shape.head_dim % 8 != 0  # gradients are cut
+    look_for_packing(context)
     out = flash_attn(tape, query, key, value, shape)
-    if narrow_values:
+    if cuts:
         out = narrow(tape, out, shape.num_rows * shape.value_dim)
-    if shape.num_heads > 1 and (heads_first or narrow_values or shape.head_dim % 8):
+    if shape.num_heads > 1 and (heads_first or cuts or shape.head_dim % 8):
         out = contiguous(tape, out)
     return out
+
+
+def look_for_packing(context: Context) -> None:
+    """_is_packed_sequence: with one sample and its position ids, arange + min, less the ids, abs, sum, bool; all freed again."""
+    if context.micro_batch != 1 or context.position_ids is None:
+        return
+    tape, tokens = context.tape, context.seq_len
+    arange, smallest = tape.new(tokens, INT64), tape.new(1, INT64)
+    increasing = tape.new(tokens, INT64)
+    del smallest, arange
+    difference = tape.new(tokens, INT64)
+    distance = tape.new(tokens, INT64)
+    del difference
+    total = tape.new(1, INT64)
+    del distance
+    tape.new(1, BOOL)
+    del total, increasing
 
 
 def _eager(

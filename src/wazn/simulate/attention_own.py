@@ -8,6 +8,7 @@ from __future__ import annotations
 from wazn.dtypes import BOOL, FLOAT32, Dtype
 from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
+from wazn.simulate.attention import look_for_packing
 from wazn.simulate.attention_kernels import (
     HEADS_FIRST,
     GradientLayout,
@@ -110,6 +111,7 @@ class FalconAttention(OwnAttention):
                     to(tape, key, lower),
                     to(tape, value, lower),
                 )
+            look_for_packing(context)
             out = flash_attn(tape, query, key, value, shape)
         elif context.attention is Attention.EAGER:
             out, weights = self._eager(context, query, key, value, shape, x.dtype)

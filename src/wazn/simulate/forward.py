@@ -12,12 +12,17 @@ from wazn.simulate.ops import add, dropout, embedding, mul_scalar
 from wazn.simulate.tables import make_masks, make_rotary_tables
 from wazn.simulate.tape import Tape, Tensor
 
-__all__ = ["hidden_states"]
+__all__ = ["hidden_states", "layers_take_positions"]
 
 
 # their layers are not handed the position ids
 _KEEP_POSITIONS_TO_THEMSELVES = frozenset({"gpt_bigcode", "gpt_neo"})
 _WITHOUT_POSITIONS = frozenset({"bloom", "mpt"})
+
+
+def layers_take_positions(spec: ModelSpec) -> bool:
+    """Whether the layers are handed the position ids."""
+    return spec.family not in _KEEP_POSITIONS_TO_THEMSELVES | _WITHOUT_POSITIONS
 
 
 def hidden_states(
@@ -36,7 +41,7 @@ def hidden_states(
         x = mul_scalar(tape, x)
     inputs_embeds = x  # the model's forward keeps this name to its end
     position_ids = None if spec.family in _WITHOUT_POSITIONS else _position_ids(context, spec)
-    if spec.family not in _KEEP_POSITIONS_TO_THEMSELVES:
+    if layers_take_positions(spec):
         context.position_ids = position_ids
     make_masks(context, spec, x.dtype)
     positions = _positions(tape, model, spec, position_ids)
