@@ -300,6 +300,7 @@ def test_listed_experts_are_quantised() -> None:
     attention = 2 * 128 * 128 + 2 * 128 * 64
     experts, router = 4 * 3 * 128 * 192, 4 * 128
     plain = 2 * (2 * 320 * 128 + (2 * 2 + 1) * 128)  # embedding, head and norms in bf16
+    plain += 2 * 4 * 16  # the frequencies of the rotary embedding, and the original ones, in fp32
     listed = loaded_bytes(make_recipe(**QLORA))
     fused = loaded_bytes(make_recipe(**{**QLORA, "fused_experts": True}))
     assert listed[Category.WEIGHTS] == plain + 2 * (attention + experts + router) // 2

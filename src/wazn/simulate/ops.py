@@ -1,10 +1,13 @@
-"""The ops of PyTorch that models are made of, as contracts: what an op saves, what it allocates, what its backward allocates.
+"""The ops of PyTorch that models are made of, as contracts: what an op saves, what it allocates,
+what its backward allocates.
 
-Each function stands for one ATen op (named in its docstring where the name differs) and takes the tape first. Views cost nothing
-and are not written. `numel` of a result is the caller's to say where it does not follow from the inputs; broadcasting follows
-from the larger operand. A gradient that comes out larger than its input is summed, one of another type is cast, by the engine.
+Each function stands for one ATen op (named in its docstring where the name differs) and takes the
+tape first. Views cost nothing and are not written. `numel` of a result is the caller's to say where
+it does not follow from the inputs; broadcasting follows from the larger operand. A gradient that
+comes out larger than its input is summed, one of another type is cast, by the engine.
 
-Every contract is compared with the real op on fake tensors, allocation by allocation, in tests/agreement.
+Every contract is compared with the real op on fake tensors, allocation by allocation, in
+tests/agreement.
 """
 
 from __future__ import annotations
@@ -104,7 +107,9 @@ def _like_gradient(tape: Tape, gradient: Tensor) -> tuple[Tensor]:
 
 
 def narrow(tape: Tape, x: Tensor, numel: int) -> Tensor:
-    """A view of a part of x (slice, narrow, select); its backward makes a whole gradient of zeros and copies into it."""
+    """A view of a part of x (slice, narrow, select); its backward makes a whole gradient of zeros
+    and copies into it.
+    """
     full = x.numel
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
@@ -162,7 +167,9 @@ def expand_copy(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 
 def take(tape: Tape, x: Tensor, numel: int) -> Tensor:
-    """Index with a list of one number (`x[..., [0], :]`): a copy; the index is made and saved; backward fills zeros."""
+    """Index with a list of one number (`x[..., [0], :]`): a copy; the index is made and saved;
+    backward fills zeros.
+    """
     index = tape.new(1, INT64)
     saved = tape.save(index if x.requires_grad else None)
     full = x.numel
@@ -292,7 +299,7 @@ def div(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     """a / b; the gradient of b needs both."""
     need_a, need_b = a.requires_grad, b.requires_grad
     saved = tape.save(a if need_b else None, b if need_a or need_b else None)
-    numel, numel_b = max(a.numel, b.numel), b.numel
+    numel = max(a.numel, b.numel)
     dtype = promote(a.dtype, b.dtype)
 
     def backward(gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -385,10 +392,12 @@ def linear(
     is_matrix: bool = False,
     conv1d: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.linear: mm, or addmm with a bias; under autocast its arguments are cast first.
+    """torch.nn.functional.linear: mm, or addmm with a bias; under autocast its arguments are cast
+    first.
 
-    x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features]. The gradient of the weight is a
-    transposed view, and that of x a reshaped one unless x `is_matrix`. conv1d: transformers' Conv1D, an addmm itself.
+    x: [..., in_features]; weight: [out_features, in_features]; the result: [..., out_features]. The
+    gradient of the weight is a transposed view, and that of x a reshaped one unless x `is_matrix`.
+    conv1d: transformers' Conv1D, an addmm itself.
     """
     # the caller's argument lives until the call returns, as does its cast
     cast_x, cast_weight = x, weight
@@ -426,7 +435,9 @@ def linear(
 def layer_norm(
     tape: Tape, x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int
 ) -> Tensor:
-    """native_layer_norm over the last axis of `size`; keeps its input and an fp32 mean and scale per row; in fp32 under autocast."""
+    """native_layer_norm over the last axis of `size`; keeps its input and an fp32 mean and scale
+    per row; in fp32 under autocast.
+    """
     argument = x  # lives until the call returns
     if tape.autocast_dtype is not None:
         x = to(tape, x, FLOAT32)
@@ -492,7 +503,8 @@ def matmul(tape: Tape, a: Tensor, b: Tensor, *, numel: int) -> Tensor:
 
 
 def softmax(tape: Tape, x: Tensor, dtype: Dtype) -> Tensor:
-    """softmax(x, dtype=...): a cast (fused with the kernel only from float16 to float32), then the kernel, which saves its result.
+    """softmax(x, dtype=...): a cast (fused with the kernel only from float16 to float32), then the
+    kernel, which saves its result.
 
     dtype: the argument, or the type of x where the code gives none.
 
@@ -517,7 +529,6 @@ def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
     """
     if probability == 0:
         return x
-    saved = ()
     out = tape.new(x.numel, x.dtype)
     mask = tape.new(x.numel, BOOL)
     saved = tape.save(mask if x.requires_grad else None)
@@ -584,7 +595,9 @@ class _View(Tensor):
 
 
 def view(tape: Tape, x: Tensor) -> Tensor:
-    """x.view(...) where its gradient meets another: the engine adds to no view in place (`can_accumulate_inplace`)."""
+    """x.view(...) where its gradient meets another: the engine adds to no view in place
+    (`can_accumulate_inplace`).
+    """
     return tape.record(x.view(x.numel), (x,), (), _view_of)
 
 
