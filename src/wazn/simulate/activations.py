@@ -1,7 +1,8 @@
 """Activation functions, as the operations of their code in transformers (`activations.py`, 5.24).
 
-A function that is one kernel saves one tensor; one that is written out in Python saves what its parts save. Calls are nested where
-the code nests them: a temporary dies when the call that it was handed to returns.
+A function that is one kernel saves one tensor; one that is written out in Python saves what its
+parts save. Calls are nested where the code nests them: a temporary dies when the call that it was
+handed to returns.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def relu2(tape: Tape, x: Tensor) -> Tensor:
 
 
 def gelu_bloom(tape: Tape, x: Tensor) -> Tensor:
-    """The forward pass of `gelu_fast` without a graph; keeps x and computes the derivative by hand (GeLUFunction of BLOOM)."""
+    """The forward pass of `gelu_fast` without a graph; keeps x and computes the derivative by hand
+    (GeLUFunction of BLOOM).
+    """
     with tape.no_grad():
         out = gelu_fast(tape, x)
     saved = tape.save(x if x.requires_grad else None)

@@ -1,7 +1,8 @@
 """Softmax attention as the families write it around one of transformers' attention functions.
 
-Shapes: B batch, h query heads, g key-value heads, S tokens, d head size. Queries come as [B, h, S, d], keys and values as [B, g, S, d].
-Families with an attention of their own are in `attention_own`, latent attention in `latent_attention`.
+Shapes: B batch, h query heads, g key-value heads, S tokens, d head size. Queries come as [B, h, S,
+d], keys and values as [B, g, S, d]. Families with an attention of their own are in `attention_own`,
+latent attention in `latent_attention`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ Attended = tuple[Tensor, "Tensor | None"]
 
 
 def implementation(habits: Habits, asked: Attention) -> Attention:
-    """Return what runs: transformers falls back to eager where a class does not know `scaled_dot_product_attention`."""
+    """Return what runs: transformers falls back to eager where a class does not know
+    `scaled_dot_product_attention`.
+    """
     return Attention.EAGER if asked is Attention.SDPA and habits.eager_attention else asked
 
 
@@ -340,7 +343,9 @@ def _flash(
 
 
 def look_for_packing(context: Context) -> None:
-    """_is_packed_sequence: with one sample and its position ids, arange + min, less the ids, abs, sum, bool; all freed again."""
+    """_is_packed_sequence: with one sample and its position ids, arange + min, less the ids, abs,
+    sum, bool; all freed again.
+    """
     if context.micro_batch != 1 or context.position_ids is None:
         return
     tape, tokens = context.tape, context.seq_len

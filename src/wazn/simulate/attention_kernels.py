@@ -1,8 +1,10 @@
-"""The kernels behind `scaled_dot_product_attention`, and the package flash-attn: what each saves and allocates.
+"""The kernels behind `scaled_dot_product_attention`, and the package flash-attn: what each saves
+and allocates.
 
-Shapes: B batch, h query heads, g key-value heads, S tokens, d head size, e value size. Queries are [B, h, S, d], keys
-[B, g, S, d], values [B, g, S, e]; the result is [B, h, S, e]. A tensor in memory order [B, S, h, d] is the usual one, as a
-projection leaves it; what comes out of `cat` is `heads_first`, in memory order [B, h, S, d].
+Shapes: B batch, h query heads, g key-value heads, S tokens, d head size, e value size. Queries are
+[B, h, S, d], keys [B, g, S, d], values [B, g, S, e]; the result is [B, h, S, e]. A tensor in memory
+order [B, S, h, d] is the usual one, as a projection leaves it; what comes out of `cat` is
+`heads_first`, in memory order [B, h, S, d].
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from wazn.dtypes import BOOL, FLOAT32, INT64, Dtype
 from wazn.simulate.dispatch import SdpaKernel, choose_sdpa_kernel
+from wazn.simulate.frames import Saved
 from wazn.simulate.ops import (
     autocast,
     contiguous,
@@ -41,7 +44,9 @@ __all__ = [
 
 
 class GradientLayout:
-    """Whether the gradients of an attention's queries, keys and values are heads first in memory; known once its kernel is chosen."""
+    """Whether the gradients of an attention's queries, keys and values are heads first in memory;
+    known once its kernel is chosen.
+    """
 
     __slots__ = ("heads_first",)
 
@@ -87,11 +92,13 @@ def sdpa_flash(
     heads_first: bool = False,
     cut: bool = False,
 ) -> Tensor:
-    """_scaled_dot_product_flash_attention: saves q, k, v, the result, an fp32 log-sum-exp per head and token, the random state.
+    """_scaled_dot_product_flash_attention: saves q, k, v, the result, an fp32 log-sum-exp per head
+    and token, the random state.
 
-    The result lies in memory as the queries do. Backward makes it contiguous if they are heads first, and its gradient if the
-    result is cut (which fills zeros heads first), and allocates dq, dk, dv, then the kernel's buffers.
-    Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    The result lies in memory as the queries do. Backward makes it contiguous if they are heads
+    first, and its gradient if the result is cut (which fills zeros heads first), and allocates dq,
+    dk, dv, then the kernel's buffers. Source: `mha_bwd` in
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     saved = tape.save(query, key, value) if needs else ()
@@ -118,8 +125,8 @@ def sdpa_flash(
 
 
 def _flash_buffers(tape: Tape, shape: Shape, dtype: Dtype) -> None:
-    """softmax_d, an fp32 accumulator of dq with rows rounded to 128 and head size to 32 (64 above 128), and dk, dv for every query
-    head where heads are grouped; freed again.
+    """softmax_d, an fp32 accumulator of dq with rows rounded to 128 and head size to 32 (64 above
+    128), and dk, dv for every query head where heads are grouped; freed again.
     """
     rows = shape.micro_batch * shape.num_heads * round_up(shape.seq_len, 128)
     head_dim = round_up(shape.head_dim, 8)
@@ -133,9 +140,11 @@ def _flash_buffers(tape: Tape, shape: Shape, dtype: Dtype) -> None:
 
 
 def flash_attn(tape: Tape, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-    """flash_attn_func of the package: [B, S, h, d]; saves q, k, v (padded to heads of 8), the result, log-sum-exp, random state.
+    """flash_attn_func of the package: [B, S, h, d]; saves q, k, v (padded to heads of 8), the
+    result, log-sum-exp, random state.
 
-    Source: flash_attn_interface.py, `FlashAttnFunc`, and csrc/flash_attn/flash_api.cpp of flash-attn 2.
+    Source: flash_attn_interface.py, `FlashAttnFunc`, and csrc/flash_attn/flash_api.cpp of
+    flash-attn 2.
     """
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     head_dim, dtype = shape.head_dim, query.dtype
@@ -148,7 +157,7 @@ def flash_attn(tape: Tape, query: Tensor, key: Tensor, value: Tensor, shape: Sha
     out = tape.new(numels[0], dtype)
     logsumexp = tape.new(shape.num_rows, FLOAT32)
     rng_state = tape.new(2, INT64)
-    saved = ()
+    saved: Saved = ()
     if needs:
         saved = tape.save(q, k, v) + tape.save_result(out) + tape.save(logsumexp, rng_state)
 
@@ -181,10 +190,12 @@ def sdpa_efficient(
     *,
     capability: tuple[int, int],
 ) -> Tensor:
-    """_scaled_dot_product_efficient_attention: saves q, k, v, the bias, the result and its log-sum-exp, rows rounded to 32.
+    """_scaled_dot_product_efficient_attention: saves q, k, v, the bias, the result and its
+    log-sum-exp, rows rounded to 32.
 
-    The result lies in memory as [B, S, h, e]; seed and offset stay on the host.
-    Source: transformers/cuda/attention.cu and attention_backward.cu, mem_eff_attention/kernel_forward.h and kernel_backward.h.
+    The result lies in memory as [B, S, h, e]; seed and offset stay on the host. Source:
+    transformers/cuda/attention.cu and attention_backward.cu, mem_eff_attention/kernel_forward.h and
+    kernel_backward.h.
     """
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     saved = tape.save(query, key, value, bias) if needs else ()
@@ -242,8 +253,9 @@ def _efficient_tile(
 ) -> tuple[int, int, bool]:
     """Return the kernel's block of rows and of columns, and whether dk and dv stay in registers.
 
-    Source: `dispatch_cutlassB_*` in mem_eff_attention/kernels/cutlassB.h; the first kernel that fits is taken. 128x128 needs more
-    shared memory than the 99 KiB of compute capability 8.6, 8.9 and 12.x.
+    Source: `dispatch_cutlassB_*` in mem_eff_attention/kernels/cutlassB.h; the first kernel that
+    fits is taken. 128x128 needs more shared memory than the 99 KiB of compute capability 8.6, 8.9
+    and 12.x.
     """
     has_much_shared_memory = capability[0] in (8, 9, 10, 11) and capability not in ((8, 6), (8, 9))
     if head_dim <= 64:
@@ -269,7 +281,9 @@ def sdpa_math(
     heads_first: bool,
     enable_gqa: bool,
 ) -> Tensor:
-    """_scaled_dot_product_attention_math: half types are raised to fp32, scores are written out; the result is heads first."""
+    """_scaled_dot_product_attention_math: half types are raised to fp32, scores are written out;
+    the result is heads first.
+    """
     dtype = query.dtype
     groups = shape.num_heads // shape.num_kv_heads
     if dtype.itemsize == 2:
@@ -324,7 +338,9 @@ def _causal_bias(tape: Tape, shape: Shape, dtype: Dtype) -> Tensor:
 
 
 def _safe_softmax(tape: Tape, scores: Tensor, shape: Shape) -> Tensor:
-    """softmax that gives zeros for rows that are masked out entirely. Source: `_safe_softmax` in transformers/attention.cpp."""
+    """softmax that gives zeros for rows that are masked out entirely. Source: `_safe_softmax` in
+    transformers/attention.cpp.
+    """
     out = tape.new(scores.numel, scores.dtype)
     masked, rows = tape.new(scores.numel, BOOL), tape.new(shape.num_rows, BOOL)
     zero = tape.new(1, scores.dtype)
@@ -351,9 +367,10 @@ def matmul_heads(
 ) -> Tensor:
     """torch.matmul of [B, h, ., .] and [B, h, ., .]: a batched product of [B * h, ., .].
 
-    An operand in memory order [B, S, h, d] (`copy_a`, `copy_b`) is copied, unless there is one sample or one head only;
-    b is broadcast where it has fewer heads by the factor `groups`. `merged`: the heads of the result are merged next, so its
-    gradient comes as [B, S, h, d] and is copied as well.
+    An operand in memory order [B, S, h, d] (`copy_a`, `copy_b`) is copied, unless there is one
+    sample or one head only; b is broadcast where it has fewer heads by the factor `groups`.
+    `merged`: the heads of the result are merged next, so its gradient comes as [B, S, h, d] and is
+    copied as well.
     """
     # arguments, their casts and their copies all live until the call returns
     cast_b = autocast(tape, b)
@@ -457,5 +474,7 @@ def _padded_flash(
     query = pad(tape, query, query.numel // head_dim * padded)
     key = pad(tape, key, key.numel // head_dim * padded)
     value = pad(tape, value, value.numel // head_dim * padded)
-    out = sdpa_flash(tape, query, key, value, shape._replace(head_dim=padded), heads_first=True, cut=True)
+    out = sdpa_flash(
+        tape, query, key, value, shape._replace(head_dim=padded), heads_first=True, cut=True
+    )
     return narrow(tape, out, numel), True

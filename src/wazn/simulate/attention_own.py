@@ -30,7 +30,6 @@ from wazn.simulate.ops import (
     dropout,
     expand_copy,
     masked_fill,
-    matmul,
     mul_scalar,
     narrow,
     softmax,
@@ -84,7 +83,9 @@ class OwnAttention:
 
 
 class FalconAttention(OwnAttention):
-    """FalconAttention: a mask is always handed to `scaled_dot_product_attention`, keys and values never repeated for it."""
+    """FalconAttention: a mask is always handed to `scaled_dot_product_attention`, keys and values
+    never repeated for it.
+    """
 
     __slots__ = ()
 

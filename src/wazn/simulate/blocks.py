@@ -111,7 +111,8 @@ def opt(layer: LayerModule, context: Context, x: Tensor) -> Tensor:
     residual = x
     held = [second(tape, x) if before else x]
     del x
-    # fc1 and fc2 are called right here, nobody else holds the norm's result; a call of an object would
+    # fc1 and fc2 are called right here: nobody else holds the norm's result, as the call of an object would
+    assert isinstance(layer.mlp, MlpModule)
     x = layer.mlp.__call__(context, held.pop())
     tape.label = "residual"
     x = dropout(tape, x, spec.residual_dropout)

@@ -1,6 +1,8 @@
-"""Tensors that a model keeps beside its weights: what rotary embeddings, scaled embeddings and GPT-Neo's masks are made of.
+"""Tensors that a model keeps beside its weights: what rotary embeddings, scaled embeddings and
+GPT-Neo's masks are made of.
 
-They are made in fp32 (masks as booleans) and no checkpoint holds them. Sources: `nn.Buffer` in the models of transformers 5.24.
+They are made in fp32 (masks as booleans) and no checkpoint holds them. Sources: `nn.Buffer` in the
+models of transformers 5.24.
 """
 
 from __future__ import annotations

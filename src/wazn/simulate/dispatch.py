@@ -1,7 +1,8 @@
 """Which kernel `scaled_dot_product_attention` takes on a card, from sizes alone.
 
-Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, of PyTorch 2.13. cuDNN's kernel, which PyTorch may
-prefer on compute capability 9.0 and 10.x, is not modelled: its workspaces are not published.
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, of PyTorch 2.13.
+cuDNN's kernel, which PyTorch may prefer on compute capability 9.0 and 10.x, is not modelled: its
+workspaces are not published.
 """
 
 from __future__ import annotations

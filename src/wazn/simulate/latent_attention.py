@@ -1,6 +1,8 @@
-"""Multi-head latent attention, as DeepseekV2Attention and DeepseekV3Attention of transformers 5.24 write it.
+"""Multi-head latent attention, as DeepseekV2Attention and DeepseekV3Attention of transformers 5.24
+write it.
 
-Shapes: B batch, h heads, S tokens, n channels of a head that do not rotate, r that do, e of a value, c of the compressed keys and values.
+Shapes: B batch, h heads, S tokens, n channels of a head that do not rotate, r that do, e of a
+value, c of the compressed keys and values.
 """
 
 from __future__ import annotations
@@ -133,7 +135,9 @@ class LatentAttentionModule:
 def _rotate_complex(
     context: Context, q: Tensor, k: Tensor, freqs_cis: Tensor, layout: GradientLayout
 ) -> tuple[Tensor, Tensor]:
-    """view_as_complex(x.float()) * freqs_cis, as real numbers of the type of x; one complex number has the bytes of two fp32."""
+    """view_as_complex(x.float()) * freqs_cis, as real numbers of the type of x; one complex number
+    has the bytes of two fp32.
+    """
     tape = context.tape
     q_complex = to(tape, q, FLOAT32)
     k_complex = to(tape, k, FLOAT32)

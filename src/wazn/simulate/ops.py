@@ -584,16 +584,6 @@ def where(tape: Tape, condition: Tensor, x: Tensor) -> Tensor:
     return tape.record(tape.new(x.numel, x.dtype), (x,), saved, backward)
 
 
-class _View(Tensor):
-    """A gradient that is a view: it holds its base, so that no other is added to it in place."""
-
-    __slots__ = ("base",)
-
-    def __init__(self, base: Tensor) -> None:
-        super().__init__(base.storage, base.numel, base.dtype)
-        self.base = base.storage
-
-
 def view(tape: Tape, x: Tensor) -> Tensor:
     """x.view(...) where its gradient meets another: the engine adds to no view in place
     (`can_accumulate_inplace`).
@@ -602,4 +592,4 @@ def view(tape: Tape, x: Tensor) -> Tensor:
 
 
 def _view_of(gradient: Tensor) -> tuple[Tensor]:
-    return (_View(gradient),)
+    return (gradient.view_with_base(),)

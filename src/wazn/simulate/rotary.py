@@ -1,8 +1,10 @@
-"""Rotary position embeddings as the families apply them, one function for each `rotary_code` of an attention.
+"""Rotary position embeddings as the families apply them, one function for each `rotary_code` of an
+attention.
 
-q: [B, h, S, d] and k: [B, g, S, d]; cos and sin: [1, S, rotary_dim] (half of it in gpt-oss and GPT-J). Pairs of neighbours
-(`x[..., ::2]`) and halves of the last axis are slices of the same size, `stack` and `cat` the same copy.
-Sources: `apply_rotary_pos_emb` of transformers 5.24, `models/<family>/modeling_<family>.py`.
+q: [B, h, S, d] and k: [B, g, S, d]; cos and sin: [1, S, rotary_dim] (half of it in gpt-oss and
+GPT-J). Pairs of neighbours (`x[..., ::2]`) and halves of the last axis are slices of the same size,
+`stack` and `cat` the same copy. Sources: `apply_rotary_pos_emb` of transformers 5.24,
+`models/<family>/modeling_<family>.py`.
 """
 
 from __future__ import annotations
