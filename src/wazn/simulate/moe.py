@@ -32,7 +32,7 @@ from wazn.simulate.ops import (
 from wazn.simulate.routing import ROUTERS, Router, clamp_one_side, index_rows, sort, sum_axis
 from wazn.simulate.tape import Tape, Tensor
 
-__all__ = ["Experts", "MoeModule", "grouped_experts", "grouped_mm"]
+__all__ = ["Experts", "MoeModule", "grouped_experts", "grouped_mm", "grouped_mm_fallback"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +75,26 @@ def grouped_mm(
     return tape.record(tape.new(rows * out_features, x.dtype), (x, weight), saved, backward)
 
 
+def grouped_mm_fallback(
+    tape: Tape, x: Tensor, weight: Tensor, offsets: Tensor, *, rows: int, out_features: int
+) -> Tensor:
+    """transformers::grouped_mm_fallback, on cards before compute capability 8.0.
+
+    Both arguments are kept and both gradients made, also that of a frozen weight; the offsets stay as an attribute.
+    """
+    x = to(tape, x, weight.dtype)
+    needs = x.requires_grad or weight.requires_grad
+    saved = tape.save(x, weight) if needs else ()
+    if needs:
+        tape.hold(offsets)
+    numel_x, numel_weight = x.numel, weight.numel
+
+    def backward(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return tape.new(numel_x, gradient.dtype), tape.new(numel_weight, gradient.dtype)
+
+    return tape.record(tape.new(rows * out_features, x.dtype), (x, weight), saved, backward)
+
+
 def grouped_linear(
     tape: Tape,
     x: Tensor,
@@ -84,9 +104,11 @@ def grouped_linear(
     *,
     rows: int,
     out_features: int,
+    fallback: bool,
 ) -> Tensor:
     """_grouped_linear: the product, and the bias of each row's expert added in place."""
-    out = grouped_mm(tape, x, weight, offsets, rows=rows, out_features=out_features)
+    product = grouped_mm_fallback if fallback else grouped_mm
+    out = product(tape, x, weight, offsets, rows=rows, out_features=out_features)
     return out if bias is None else add_in_place(tape, out, bias)
 
 
@@ -97,6 +119,8 @@ def grouped_experts(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    *,
+    fallback: bool = False,
 ) -> Tensor:
     """grouped_mm_experts_forward: tokens sorted by expert, two grouped products, summed back per token."""
     hidden_dim, intermediate = spec.expert.down.out_features, spec.expert.down.in_features
@@ -116,12 +140,20 @@ def grouped_experts(
         biases,
         rows=rows,
         out_features=2 * intermediate,
+        fallback=fallback,
     )
     proj_out = APPLY_GATE.get(spec.flavour, apply_gate)(tape, spec, up_out)
     del up_out
     biases = _biases(tape, experts.down_bias, expert_ids_g, rows * hidden_dim)
     proj_out = grouped_linear(
-        tape, proj_out, value_of(experts.down), offsets, biases, rows=rows, out_features=hidden_dim
+        tape,
+        proj_out,
+        value_of(experts.down),
+        offsets,
+        biases,
+        rows=rows,
+        out_features=hidden_dim,
+        fallback=fallback,
     )
     weighted_out = mul(tape, proj_out, sample_weights_g)
     inv_perm = tape.new(rows, INT64)
@@ -140,7 +172,9 @@ def _select(tape: Tape, hidden_states: Tensor, perm: Tensor, numel: int) -> Tens
 
 
 def unflattened(tape: Tape, x: Tensor) -> Tensor:
-    """x.view(T, k, H) before a sum over k: backward copies the gradient where it comes expanded, and not cast."""
+    """x.view(T, k, H) before a sum over k: backward copies the gradient where it comes expanded,
+    and not cast.
+    """
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
         num_bytes = gradient.numel * gradient.dtype.itemsize
@@ -162,7 +196,9 @@ def apply_gate(tape: Tape, spec: MoeSpec, gate_up: Tensor) -> Tensor:
 
 
 def gpt_oss_apply_gate(tape: Tape, spec: MoeSpec, gate_up: Tensor) -> Tensor:
-    """GptOssExperts._apply_gate: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(gate * alpha)."""
+    """GptOssExperts._apply_gate: gate and up interleaved and clamped, (up + 1) * gate *
+    sigmoid(gate * alpha).
+    """
     half = gate_up.numel // 2
     gate, up = narrow(tape, gate_up, half), narrow(tape, gate_up, half)
     gate = clamp_one_side(tape, gate)
@@ -204,19 +240,22 @@ class MoeModule:
         route = ROUTERS[self.spec.flavour]
         return while_adapted(tape, (self.router.weight,), lambda: route(tape, self.router, x))
 
-    def run_experts(self, tape: Tape, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def run_experts(self, context: Context, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts."""
+        tape, fallback = context.tape, context.capability < (8, 0)
         tape.label = self.spec.experts_name
         experts = self.experts
         return while_adapted(
             tape,
             (experts.down, experts.gate_up),  # peft wraps the second matrix around the first
-            lambda: grouped_experts(tape, self.spec, experts, x, index, weights),
+            lambda: grouped_experts(tape, self.spec, experts, x, index, weights, fallback=fallback),
         )
 
 
 def reshaped(tape: Tape, x: Tensor) -> Tensor:
-    """hidden_states.view(-1, hidden_dim): a node of its own, where the gradients of all that use the tokens meet."""
+    """hidden_states.view(-1, hidden_dim): a node of its own, where the gradients of all that use
+    the tokens meet.
+    """
     return tape.record(x.detach(), (x,), (), _view_backward)
 
 
@@ -230,7 +269,7 @@ def plain_block(module: MoeModule, context: Context, x: Tensor) -> Tensor:
     hidden_states = reshaped(tape, x)
     with tape.flat_rows():
         _, top_k_weights, top_k_index = module.route(tape, hidden_states)
-        hidden_states = module.run_experts(tape, hidden_states, top_k_index, top_k_weights)
+        hidden_states = module.run_experts(context, hidden_states, top_k_index, top_k_weights)
     return reshaped(tape, hidden_states)
 
 
@@ -243,7 +282,9 @@ def qwen2_moe(module: MoeModule, context: Context, x: Tensor) -> Tensor:
     with tape.flat_rows():
         shared_expert_output = module.shared(context, hidden_states)
         _, routing_weights, selected_experts = module.route(tape, hidden_states)
-        expert_output = module.run_experts(tape, hidden_states, selected_experts, routing_weights)
+        expert_output = module.run_experts(
+            context, hidden_states, selected_experts, routing_weights
+        )
         shared_expert_output = mul(
             tape,
             pointwise_of_result(tape, module.shared_gate(tape, hidden_states)),
@@ -259,7 +300,7 @@ def deepseek(module: MoeModule, context: Context, x: Tensor) -> Tensor:
     with tape.flat_rows():
         _, topk_weights, topk_indices = module.route(tape, reshaped(tape, x))
         hidden_states = reshaped(tape, x)
-        hidden_states = module.run_experts(tape, hidden_states, topk_indices, topk_weights)
+        hidden_states = module.run_experts(context, hidden_states, topk_indices, topk_weights)
     hidden_states = reshaped(tape, hidden_states)
     if module.shared is None:
         return hidden_states
@@ -275,7 +316,7 @@ def ernie4_5_moe(module: MoeModule, context: Context, x: Tensor) -> Tensor:
         if module.shared is not None:
             shared_output = module.shared(context, hidden_states)
         _, top_k_weights, top_k_index = module.route(tape, hidden_states)
-        final_hidden_states = module.run_experts(tape, hidden_states, top_k_index, top_k_weights)
+        final_hidden_states = module.run_experts(context, hidden_states, top_k_index, top_k_weights)
         if shared_output is not None:
             final_hidden_states = add(tape, final_hidden_states, shared_output)
     return to(tape, reshaped(tape, final_hidden_states), x.dtype)
