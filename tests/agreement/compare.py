@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.agreement.golden import Seen
 from wazn.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64, Dtype
 from wazn.simulate.tape import Parameter, Tape, Tensor
 from wazn.timeline.events import Phase
-from wazn.trace.opcheck import OpTrace, Spec
+from wazn.trace.specs import OpTrace, Spec
 from wazn.units import round_up
 
 DTYPES: dict[str, Dtype] = {
@@ -101,8 +102,8 @@ def allocations(changes: list[int]) -> list[int]:
     return [size for size in changes if size > 0]
 
 
-def assert_agree(real: OpTrace, tape: TapeTrace) -> None:
-    """The contract and the op allocate the same sizes in the same order and have the same levels and peaks, to the byte."""
+def assert_agree(real: OpTrace | Seen, tape: TapeTrace) -> None:
+    """The contract and the op allocate the same sizes in the same order, with the same levels and peaks, to the byte."""
     for phase in ("forward", "backward"):
         assert allocations(tape.changes[phase]) == allocations(real.changes(phase)), phase
     assert tape.kept_bytes == real.kept_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import pytest
 
+from tests.agreement.compare import assert_agree, run_on_tape
+from tests.agreement.golden import Golden
 from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from wazn.simulate.attention_kernels import (
     HEADS_FIRST,
@@ -20,22 +23,14 @@ from wazn.simulate.attention_kernels import (
 from wazn.simulate.dispatch import choose_sdpa_kernel
 from wazn.simulate.ops import cat, contiguous, mul_scalar
 from wazn.simulate.tape import Tape, Tensor
+from wazn.trace.specs import OpTrace, Spec
 
-torch = pytest.importorskip("torch")
-
-from tests.agreement.compare import assert_agree, run_on_tape  # noqa: E402
-from wazn.trace.attention import choose_sdpa_kernel as chosen_by_tensors  # noqa: E402
-from wazn.trace.flash_attn import flash_attn_func  # noqa: E402
-from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
-from wazn.trace.world import World  # noqa: E402
-
-F = torch.nn.functional
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0), (12, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """One attention over two samples; `heads_first`: queries and keys are joined by cat, as partial rotary embeddings do."""
+    """One attention over two samples; `heads_first`: queries and keys are joined by cat, as partial rotary ones are."""
 
     heads: int
     kv_heads: int
@@ -65,6 +60,8 @@ class Heads:
 
     def real(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """[B, h, S, d] each."""
+        import torch
+
         q, k, v = (
             (x * 0.5).view(2, self.seq_len, -1, dim).transpose(1, 2)
             for x, dim in ((q, self.head_dim), (k, self.head_dim), (v, self.value_dim))
@@ -90,6 +87,7 @@ class Heads:
 
 
 def agree(
+    golden: Golden,
     sizes: Heads,
     *,
     mask: str | None = None,
@@ -101,6 +99,8 @@ def agree(
     masks = () if mask is None else (Spec((2, 1, sizes.seq_len, sizes.seq_len), mask),)
 
     def real(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        from torch.nn import functional as F
+
         q, k, v = sizes.real(q, k, v)
         out = F.scaled_dot_product_attention(
             q,
@@ -132,30 +132,39 @@ def agree(
         return contiguous(tape, out) if heads_first else out
 
     inputs = (*sizes.projected, *masks)
-    world = World(capability=capability)
-    assert_agree(measure_op(real, *inputs, world=world), run_on_tape(contract, *inputs))
+    seen = golden.op(lambda: measured(real, *inputs, capability=capability))
+    assert_agree(seen, run_on_tape(contract, *inputs))
+
+
+def measured(real: Callable[..., Any], *inputs: Spec, capability: tuple[int, int]) -> OpTrace:
+    """Run the real operators on a card of that capability."""
+    from wazn.trace.opcheck import measure_op
+    from wazn.trace.world import World
+
+    return measure_op(real, *inputs, world=World(capability=capability))
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_flash(kv_heads: int, head_dim: int, heads_first: bool) -> None:
+def test_flash(kv_heads: int, head_dim: int, heads_first: bool, golden: Golden) -> None:
     """The flash kernel; queries joined by cat come heads first in memory, and the result is copied in backward."""
     agree(
+        golden,
         Heads(
             heads=8,
             kv_heads=kv_heads,
             head_dim=head_dim,
             value_dim=head_dim,
             heads_first=heads_first,
-        )
+        ),
     )
 
 
 @pytest.mark.parametrize("head_dim", [36, 100])
-def test_flash_pads_heads(head_dim: int) -> None:
+def test_flash_pads_heads(head_dim: int, golden: Golden) -> None:
     """Heads that are no multiple of 8 are padded, and the result is cut."""
-    agree(Heads(heads=4, kv_heads=4, head_dim=head_dim, value_dim=head_dim))
+    agree(golden, Heads(heads=4, kv_heads=4, head_dim=head_dim, value_dim=head_dim))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -165,10 +174,16 @@ def test_flash_pads_heads(head_dim: int) -> None:
 @pytest.mark.parametrize("mask", [None, "bool", "same"])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
 def test_efficient(
-    dtype: str, head_dim: int, value_dim: int, mask: str | None, capability: tuple[int, int]
+    dtype: str,
+    head_dim: int,
+    value_dim: int,
+    mask: str | None,
+    capability: tuple[int, int],
+    golden: Golden,
 ) -> None:
     """The memory-efficient kernel, with a mask or in fp32: its bias, its log-sum-exp and its workspace."""
     agree(
+        golden,
         Heads(heads=4, kv_heads=4, head_dim=head_dim, value_dim=value_dim, dtype=dtype),
         mask=dtype if mask == "same" else mask,
         capability=capability,
@@ -176,18 +191,19 @@ def test_efficient(
 
 
 @pytest.mark.parametrize("mask", ["bool", "bfloat16"])
-def test_efficient_aligns_masks(mask: str) -> None:
+def test_efficient_aligns_masks(mask: str, golden: Golden) -> None:
     """Rows of a mask that do not start at multiples of 8 elements are padded into a copy."""
-    agree(Heads(heads=4, kv_heads=4, head_dim=64, value_dim=64, seq_len=201), mask=mask)
+    agree(golden, Heads(heads=4, kv_heads=4, head_dim=64, value_dim=64, seq_len=201), mask=mask)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_math(kv_heads: int, dtype: str, dropout: float) -> None:
+def test_math(kv_heads: int, dtype: str, dropout: float, golden: Golden) -> None:
     """Heads of 6 channels: no kernel takes them in fp32, and half types are written out on old cards."""
     capability = (7, 5)
     agree(
+        golden,
         Heads(heads=4, kv_heads=kv_heads, head_dim=6, value_dim=6, dtype=dtype),
         dropout=dropout,
         capability=capability,
@@ -197,13 +213,15 @@ def test_math(kv_heads: int, dtype: str, dropout: float) -> None:
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("head_dim", [64, 36])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_flash_attn(kv_heads: int, head_dim: int, heads_first: bool) -> None:
+def test_flash_attn(kv_heads: int, head_dim: int, heads_first: bool, golden: Golden) -> None:
     """The package flash-attn takes [B, S, h, d] and keeps padded queries, keys and values."""
     sizes = Heads(
         heads=4, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, heads_first=heads_first
     )
 
     def real(q: Any, k: Any, v: Any) -> Any:
+        from wazn.trace.flash_attn import flash_attn_func
+
         q, k, v = sizes.real(q, k, v)
         out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.reshape(2, sizes.seq_len, -1)
@@ -214,14 +232,28 @@ def test_flash_attn(kv_heads: int, head_dim: int, heads_first: bool) -> None:
         return contiguous(tape, out) if heads_first or head_dim % 8 else out
 
     inputs = sizes.projected
-    assert_agree(measure_op(real, *inputs), run_on_tape(contract, *inputs))
+    seen = golden.op(lambda: measured(real, *inputs, capability=(8, 0)))
+    assert_agree(seen, run_on_tape(contract, *inputs))
 
 
-def test_dispatch() -> None:
-    """From sizes alone the same kernel is chosen as from tensors."""
-    kinds = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the choice of a kernel depends on."""
+
+    heads: Heads
+    masked: bool
+    enable_gqa: bool
+    dropout: float
+    needs_gradient: bool
+    capability: tuple[int, int]
+
+
+def choices(dtype: str) -> Iterator[Choice]:
+    """Every combination of sizes below and above the kernels' limits with everything else."""
     grid = product(
-        kinds,
         (8, 2, 1),
         (6, 64, 80, 128, 200, 224, 232, 256, 264),
         (False, True),
@@ -230,40 +262,70 @@ def test_dispatch() -> None:
         (False, True),
         CAPABILITIES,
     )
+    for kv_heads, head_dim, masked, enable_gqa, dropout, needs_gradient, capability in grid:
+        for value_dim in sorted({head_dim, 64}):
+            heads = Heads(
+                heads=8,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                dtype=dtype,
+                seq_len=16,
+            )
+            yield Choice(
+                heads=heads,
+                masked=masked,
+                enable_gqa=enable_gqa,
+                dropout=dropout,
+                needs_gradient=needs_gradient,
+                capability=capability,
+            )
+
+
+def chosen_by_tensors(dtype: str) -> list[str]:
+    """The kernel that tensors of those sizes get, for each choice."""
+    import torch
+
+    from wazn.trace.attention import choose_sdpa_kernel as choose
+    from wazn.trace.world import World
+
+    chosen = []
     with World():
-        for name, kv_heads, head_dim, masked, gqa, dropout, grad, capability in grid:
-            for value_dim in {head_dim, 64}:
-                sizes = Heads(
-                    heads=8,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    value_dim=value_dim,
-                    dtype=name,
-                    seq_len=16,
-                )
-                made = (tensor.make().detach() for tensor in sizes.projected)
-                q, k, v = (tensor.requires_grad_(grad) for tensor in sizes.real(*made))
-                mask = torch.empty((2, 1, 16, 16), dtype=q.dtype) if masked else None
-                expected = chosen_by_tensors(
-                    q,
-                    k,
-                    v,
-                    mask,
-                    dropout_p=dropout,
-                    is_causal=not masked,
-                    enable_gqa=gqa,
-                    capability=capability,
-                )
-                found = choose_sdpa_kernel(
-                    num_heads=8,
-                    num_kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    value_dim=value_dim,
-                    dtype=kinds[name],
-                    masked=masked,
-                    dropout=dropout,
-                    enable_gqa=gqa,
-                    needs_gradient=grad,
-                    capability=capability,
-                )
-                assert found == str(expected), (name, kv_heads, head_dim, value_dim, masked)
+        for choice in choices(dtype):
+            made = (tensor.make().detach() for tensor in choice.heads.projected)
+            real = choice.heads.real(*made)
+            q, k, v = (tensor.requires_grad_(choice.needs_gradient) for tensor in real)
+            mask = torch.empty((2, 1, 16, 16), dtype=q.dtype) if choice.masked else None
+            kernel = choose(
+                q,
+                k,
+                v,
+                mask,
+                dropout_p=choice.dropout,
+                is_causal=not choice.masked,
+                enable_gqa=choice.enable_gqa,
+                capability=choice.capability,
+            )
+            chosen.append(str(kernel))
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_dispatch(dtype: str, golden: Golden) -> None:
+    """From sizes alone the same kernel is chosen as from tensors."""
+    seen = golden.value(lambda: [[k, len(list(g))] for k, g in groupby(chosen_by_tensors(dtype))])
+    expected = [kernel for kernel, count in seen for _ in range(count)]
+    for choice, kernel in zip(choices(dtype), expected, strict=True):
+        found = choose_sdpa_kernel(
+            num_heads=choice.heads.heads,
+            num_kv_heads=choice.heads.kv_heads,
+            head_dim=choice.heads.head_dim,
+            value_dim=choice.heads.value_dim,
+            dtype=KINDS[dtype],
+            masked=choice.masked,
+            dropout=choice.dropout,
+            enable_gqa=choice.enable_gqa,
+            needs_gradient=choice.needs_gradient,
+            capability=choice.capability,
+        )
+        assert found == kernel, choice

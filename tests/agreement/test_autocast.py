@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.agreement.compare import assert_agree, run_on_tape
+from tests.agreement.golden import Golden
+from tests.agreement.layers import real_layer, tape_layer
 from wazn.dtypes import BFLOAT16, FLOAT32
 from wazn.simulate import ops
 from wazn.simulate.tape import Tape
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from tests.agreement.compare import assert_agree, run_on_tape  # noqa: E402
-from tests.agreement.layers import real_layer, tape_layer  # noqa: E402
-from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
+from wazn.trace.specs import OpTrace, Spec
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -39,22 +36,24 @@ GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 64, "num_hidden_layers": 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layer(name: str, dtype: str, trained: bool) -> None:
+def test_layer(name: str, dtype: str, trained: bool, golden: Golden) -> None:
     """A whole layer casts, saves and frees under bf16 autocast what the tape's layer does."""
     options: dict[str, Any] = {"dtype": dtype, "trained": trained, "autocast": "bfloat16"}
-    assert_agree(real_layer(CONFIGS[name], **options), tape_layer(CONFIGS[name], **options))
+    real = golden.op(lambda: real_layer(CONFIGS[name], **options))
+    assert_agree(real, tape_layer(CONFIGS[name], **options))
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_layer_in_fp16(trained: bool) -> None:
+def test_layer_in_fp16(trained: bool, golden: Golden) -> None:
     """fp16 autocast is the same with another type."""
     options: dict[str, Any] = {"dtype": "float32", "trained": trained, "autocast": "float16"}
-    assert_agree(real_layer(LLAMA, **options), tape_layer(LLAMA, **options))
+    real = golden.op(lambda: real_layer(LLAMA, **options))
+    assert_agree(real, tape_layer(LLAMA, **options))
 
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
-def test_eager_attention(config: dict[str, Any], trained: bool) -> None:
+def test_eager_attention(config: dict[str, Any], trained: bool, golden: Golden) -> None:
     """Eager attention casts its products down and its softmax up."""
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -62,27 +61,28 @@ def test_eager_attention(config: dict[str, Any], trained: bool) -> None:
         "autocast": "bfloat16",
         "attention": "eager",
     }
-    assert_agree(real_layer(config, **options), tape_layer(config, **options))
+    real = golden.op(lambda: real_layer(config, **options))
+    assert_agree(real, tape_layer(config, **options))
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_weight_used_twice(trained: bool) -> None:
+def test_weight_used_twice(trained: bool, golden: Golden) -> None:
     """A trained fp32 weight is cast once per region; a frozen one at every use."""
     x = Spec((2, 256, 256), "float32", requires_grad=True)
     weight = Spec((256, 256), "float32", requires_grad=trained)
 
-    def real(x: Any, w: Any) -> Any:
-        linear = torch.nn.functional.linear
-        return linear(linear(x, w), w)
+    def real() -> OpTrace:
+        from torch.nn.functional import linear
+
+        from wazn.trace.opcheck import measure_op
+
+        return measure_op(lambda x, w: linear(linear(x, w), w), x, weight, autocast="bfloat16")
 
     def contract(tape: Tape, x: Any, w: Any) -> Any:
         once = ops.linear(tape, x, w, None, out_features=256)
         return ops.linear(tape, once, w, None, out_features=256)
 
-    assert_agree(
-        measure_op(real, x, weight, autocast="bfloat16"),
-        run_on_tape(contract, x, weight, autocast=BFLOAT16),
-    )
+    assert_agree(golden.op(real), run_on_tape(contract, x, weight, autocast=BFLOAT16))
 
 
 def test_cast_outlives_its_use() -> None:

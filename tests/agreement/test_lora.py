@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.agreement.compare import DTYPES, assert_agree, run_on_tape
+from tests.agreement.golden import Golden
 from wazn.dtypes import BFLOAT16, FLOAT32, Dtype
 from wazn.model.spec import Linear
 from wazn.simulate.lora import Adapters, LoraModule
 from wazn.simulate.modules import LinearModule
 from wazn.simulate.tape import Tape, Tensor
-
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
-from tests.agreement.compare import DTYPES, assert_agree, run_on_tape  # noqa: E402
-from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
+from wazn.trace.specs import OpTrace, Spec
 
 IN, OUT, RANK, TOKENS = 256, 384, 16, (2, 512)
 
@@ -38,6 +35,8 @@ PRECISIONS: dict[str, tuple[str, str, str, str | None]] = {
 def peft_layer(
     base: str, adapter: str, *, dropout: float, dora: bool, bias: bool, conv1d: bool = False
 ) -> Any:
+    import peft
+    import torch
     from peft.tuners.lora.layer import Linear as LoraLinear
     from transformers.pytorch_utils import Conv1D
 
@@ -78,7 +77,7 @@ def tape_layer(tape: Tape, base: Dtype, adapter: Dtype, **options: Any) -> LoraM
     return LoraModule(spec, LinearModule(spec, weight, bias), adapters)
 
 
-def without_vector_sum(real: Any) -> Any:
+def without_vector_sum(real: OpTrace) -> OpTrace:
     """Leave out the sum of DoRA's two gradients of its scale, a vector.
 
     Each is a view of a sum over the tokens that shares its storage with the sum, so that PyTorch adds into a third
@@ -96,46 +95,56 @@ def call(tape: Tape, module: LoraModule, x: Tensor) -> Tensor:
     return module(tape, x)
 
 
-def compare(name: str, *, requires_grad: bool = True, **options: Any) -> None:
+def real(spec: Spec, base: str, adapter: str, *, autocast: str | None, **options: Any) -> OpTrace:
+    """Measure peft's layer."""
+    from wazn.trace.opcheck import measure_op
+
+    layer = peft_layer(base, adapter, **options)
+    return without_vector_sum(measure_op(layer, spec, autocast=autocast))
+
+
+def compare(golden: Golden, name: str, *, requires_grad: bool = True, **options: Any) -> None:
     x, base, adapter, autocast = PRECISIONS[name]
     spec = Spec((*TOKENS, IN), x, requires_grad=requires_grad)
-    real = measure_op(peft_layer(base, adapter, **options), spec, autocast=autocast)
+    seen = golden.op(lambda: real(spec, base, adapter, autocast=autocast, **options))
     tape = run_on_tape(
         call,
         spec,
         autocast=None if autocast is None else DTYPES[autocast],
         prepare=lambda tape: tape_layer(tape, DTYPES[base], DTYPES[adapter], **options),
     )
-    assert_agree(without_vector_sum(real), tape)
+    assert_agree(seen, tape)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_lora_linear(name: str, dora: bool, dropout: float) -> None:
+def test_lora_linear(name: str, dora: bool, dropout: float, golden: Golden) -> None:
     """peft's lora.Linear saves, casts and frees what the tape's module does, in every mixture of types."""
-    compare(name, dora=dora, dropout=dropout, bias=False)
+    compare(golden, name, dora=dora, dropout=dropout, bias=False)
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_bias(dora: bool) -> None:
+def test_bias(dora: bool, golden: Golden) -> None:
     """The base's bias is in its result; DoRA takes it off before it scales."""
-    compare("fp32 adapters on bf16", dora=dora, dropout=0.0, bias=True)
+    compare(golden, "fp32 adapters on bf16", dora=dora, dropout=0.0, bias=True)
 
 
 @pytest.mark.parametrize("name", ["fp32 adapters on bf16", "bf16 base under autocast"])
-def test_input_without_gradient(name: str) -> None:
+def test_input_without_gradient(name: str, golden: Golden) -> None:
     """In the first layer, whose input needs no gradient, only the adapters have a backward."""
-    compare(name, requires_grad=False, dora=False, dropout=0.1, bias=False)
+    compare(golden, name, requires_grad=False, dora=False, dropout=0.1, bias=False)
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_conv1d(dora: bool) -> None:
+def test_conv1d(dora: bool, golden: Golden) -> None:
     """On GPT-2's Conv1D the adapter holds what it holds on a linear with a bias."""
     spec = Spec((*TOKENS, IN), "bfloat16", requires_grad=True)
     options = {"dropout": 0.0, "dora": dora, "bias": True}
-    real = measure_op(peft_layer("bfloat16", "float32", **options, conv1d=True), spec)
+    seen = golden.op(
+        lambda: real(spec, "bfloat16", "float32", autocast=None, **options, conv1d=True)
+    )
     tape = run_on_tape(
         call, spec, prepare=lambda tape: tape_layer(tape, BFLOAT16, FLOAT32, **options)
     )
-    assert_agree(without_vector_sum(real), tape)
+    assert_agree(seen, tape)

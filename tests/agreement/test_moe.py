@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.agreement.compare import DTYPES, assert_agree, run_on_tape
+from tests.agreement.golden import Golden
 from wazn.dtypes import FLOAT32, Dtype
 from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
@@ -21,12 +23,7 @@ from wazn.simulate.modules import LinearModule
 from wazn.simulate.moe import Experts, MoeModule
 from wazn.simulate.routing import Router
 from wazn.simulate.tape import Tape, Tensor
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from tests.agreement.compare import DTYPES, assert_agree, run_on_tape  # noqa: E402
-from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
+from wazn.trace.specs import OpTrace, Spec
 
 TOKENS = (2, 512)
 COMMON: dict[str, Any] = {
@@ -87,6 +84,9 @@ BLOCKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def real_block(name: str, dtype: str, *, trained: bool) -> Any:
+    import torch
+    import transformers
+
     family, class_name, sizes = BLOCKS[name]
     config = transformers.AutoConfig.for_model(family, **sizes)
     config._experts_implementation = "grouped_mm"
@@ -145,6 +145,7 @@ def tape_block(name: str, tape: Tape, dtype: Dtype, *, trained: bool) -> MoeModu
 
 def with_adapters(block: Any, *, rank: int) -> Any:
     """Wrap the stacked experts and the router as peft does for `all-linear`; gate and up have twice the rank."""
+    import torch
     from peft import LoraConfig
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -208,42 +209,60 @@ def call(tape: Tape, module: MoeModule, x: Tensor) -> Tensor:
     return module(context(tape), x)
 
 
+def real(name: str, spec: Spec, *, trained: bool, autocast: str | None) -> OpTrace:
+    """Measure the block of transformers."""
+    from wazn.trace.opcheck import measure_op
+
+    return measure_op(real_block(name, spec.dtype, trained=trained), spec, autocast=autocast)
+
+
+def real_adapted(name: str, spec: Spec, *, autocast: str | None) -> OpTrace:
+    """Measure it frozen, with adapters on its stacks."""
+    from wazn.trace.opcheck import measure_op
+
+    block = with_adapters(real_block(name, spec.dtype, trained=False), rank=4)
+    return measure_op(block, spec, autocast=autocast)
+
+
 def compare(
-    name: str, *, trained: bool, dtype: str = "bfloat16", autocast: str | None = None
+    golden: Golden,
+    name: str,
+    *,
+    trained: bool,
+    dtype: str = "bfloat16",
+    autocast: str | None = None,
 ) -> None:
     spec = Spec((*TOKENS, 256), dtype, requires_grad=True)
-    real = measure_op(real_block(name, dtype, trained=trained), spec, autocast=autocast)
+    seen = golden.op(lambda: real(name, spec, trained=trained, autocast=autocast))
     prepare: Callable[[Tape], MoeModule] = lambda tape: tape_block(  # noqa: E731
         name, tape, DTYPES[dtype], trained=trained
     )
     tape = run_on_tape(
         call, spec, autocast=None if autocast is None else DTYPES[autocast], prepare=prepare
     )
-    assert_agree(real, tape)
+    assert_agree(seen, tape)
 
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_block(name: str, trained: bool) -> None:
+def test_block(name: str, trained: bool, golden: Golden) -> None:
     """The block routes, sorts, multiplies by groups and sums back with what the tape's block allocates."""
-    compare(name, trained=trained)
+    compare(golden, name, trained=trained)
 
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "gpt_oss"])
-def test_block_under_autocast(name: str, trained: bool) -> None:
+def test_block_under_autocast(name: str, trained: bool, golden: Golden) -> None:
     """Autocast lowers the router and the shared experts; grouped products stay in the type of their weights."""
-    compare(name, trained=trained, autocast="bfloat16")
+    compare(golden, name, trained=trained, autocast="bfloat16")
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_adapted_stacks(name: str, autocast: str | None) -> None:
+def test_adapted_stacks(name: str, autocast: str | None, golden: Golden) -> None:
     """peft spells every adapted stack out whole: once to check it, once to use it."""
-    pytest.importorskip("peft")
     spec = Spec((*TOKENS, 256), "bfloat16", requires_grad=True)
-    block = with_adapters(real_block(name, "bfloat16", trained=False), rank=4)
-    real = measure_op(block, spec, autocast=autocast)
+    seen = golden.op(lambda: real_adapted(name, spec, autocast=autocast))
     tape = run_on_tape(
         call,
         spec,
@@ -252,4 +271,4 @@ def test_adapted_stacks(name: str, autocast: str | None) -> None:
             tape_block(name, tape, DTYPES["bfloat16"], trained=False), tape, rank=4
         ),
     )
-    assert_agree(real, tape)
+    assert_agree(seen, tape)

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.agreement.compare import DTYPES, allocations, assert_agree, run_on_tape
+from tests.agreement.golden import Golden
+from tests.agreement.test_lora import without_vector_sum
 from wazn.dtypes import BFLOAT16, FLOAT32, INT8, UINT8, Dtype
 from wazn.model.spec import Linear
 from wazn.recipe import Quantization, QuantizationFormat
@@ -13,23 +16,17 @@ from wazn.simulate.lora import Adapters, LoraModule
 from wazn.simulate.ops import mul_scalar
 from wazn.simulate.quantized import Linear4bitModule, Linear8bitModule, quantization_state
 from wazn.simulate.tape import Tape, Tensor
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("bitsandbytes")
-peft = pytest.importorskip("peft")
-
-from tests.agreement.compare import DTYPES, allocations, assert_agree, run_on_tape  # noqa: E402
-from tests.agreement.test_lora import without_vector_sum  # noqa: E402
-from wazn.trace.opcheck import Spec, measure_op  # noqa: E402
-from wazn.trace.quantized import _pack, give_quant_states  # noqa: E402
-from wazn.trace.world import World  # noqa: E402
+from wazn.trace.specs import OpTrace, Spec
 
 IN, OUT, RANK = 256, 384, 16
 FEW, MANY = (2, 512), (2, 1024)  # tokens: below and above where bitsandbytes dequantises first
 
 
 def real_4bit(*, double_quant: bool, bias: bool) -> Any:
+    import torch
     from bitsandbytes.nn import Linear4bit
+
+    from wazn.trace.quantized import _pack
 
     with torch.device("meta"):
         layer = Linear4bit(IN, OUT, bias, torch.bfloat16, double_quant, "nf4")
@@ -38,23 +35,23 @@ def real_4bit(*, double_quant: bool, bias: bool) -> Any:
     return layer
 
 
-class Real8bit(torch.nn.Module):
-    """The real MatMul8bitLt, which the layer takes on CUDA only; `CB` and `SCB` as the layer holds them."""
+def real_8bit(spec: Spec) -> OpTrace:
+    """Measure the real MatMul8bitLt, which the layer takes on CUDA only; `CB` and `SCB` as the layer holds them."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("CB", torch.empty((OUT, IN), dtype=torch.int8, device="meta"))
-        self.register_buffer("SCB", torch.empty((OUT,), dtype=torch.float32, device="meta"))
+    from wazn.trace.opcheck import measure_op
 
-    def forward(self, x: Any) -> Any:
-        from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
-
+    def call(x: Any, numbers: Any, scales: Any) -> Any:
         state = MatmulLtState()
-        state.CB, state.SCB, state.has_fp16_weights = self.CB, self.SCB, False
-        return MatMul8bitLt.apply(x, self.CB, None, None, state)
+        state.CB, state.SCB, state.has_fp16_weights = numbers, scales, False
+        return MatMul8bitLt.apply(x, numbers, None, None, state)
+
+    return measure_op(call, spec, Spec((OUT, IN), "int8"), Spec((OUT,), "float32"))
 
 
 def real_lora_4bit(*, double_quant: bool, bias: bool, dropout: float, dora: bool) -> Any:
+    import peft
+    import torch
     from peft.tuners.lora.bnb import Linear4bit
 
     config = peft.LoraConfig(r=RANK, lora_dropout=dropout, use_dora=dora)
@@ -68,8 +65,12 @@ def real_lora_4bit(*, double_quant: bool, bias: bool, dropout: float, dora: bool
     return layer
 
 
-def measured(layer: Any, spec: Spec, autocast: str | None) -> Any:
+def measured(layer: Any, spec: Spec, autocast: str | None) -> OpTrace:
     """Measure a layer whose quantisation states are made inside the world, before the measurement."""
+    from wazn.trace.opcheck import measure_op
+    from wazn.trace.quantized import give_quant_states
+    from wazn.trace.world import World
+
     world = World()
     made: list[Any] = []
 
@@ -135,11 +136,13 @@ def call(tape: Tape, module: Linear4bitModule | Linear8bitModule | LoraModule, x
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_linear_4bit(dtype: str, double_quant: bool, tokens: tuple[int, int], bias: bool) -> None:
+def test_linear_4bit(
+    dtype: str, double_quant: bool, tokens: tuple[int, int], bias: bool, golden: Golden
+) -> None:
     """Linear4bit keeps nothing of its input and dequantises in forward and in backward."""
     spec = Spec((*tokens, IN), dtype, requires_grad=True)
     options = {"double_quant": double_quant, "bias": bias}
-    real = measured(real_4bit(**options), spec, None)
+    real = golden.op(lambda: measured(real_4bit(**options), spec, None))
     assert_agree(real, run_on_tape(call, spec, prepare=lambda tape: tape_4bit(tape, **options)))
 
 
@@ -148,12 +151,12 @@ def test_linear_4bit(dtype: str, double_quant: bool, tokens: tuple[int, int], bi
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_lora_on_4bit(
-    dtype: str, autocast: str | None, dropout: float, requires_grad: bool
+    dtype: str, autocast: str | None, dropout: float, requires_grad: bool, golden: Golden
 ) -> None:
     """peft's lora.bnb.Linear4bit copies the base's result and casts as the tape's module does."""
     spec = Spec((*MANY, IN), dtype, requires_grad=requires_grad)
     options = {"double_quant": True, "bias": False, "dropout": dropout, "dora": False}
-    real = measured(real_lora_4bit(**options), spec, autocast)
+    real = golden.op(lambda: measured(real_lora_4bit(**options), spec, autocast))
     tape = run_on_tape(
         call,
         spec,
@@ -164,10 +167,10 @@ def test_lora_on_4bit(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_linear_8bit(dtype: str) -> None:
+def test_linear_8bit(dtype: str, golden: Golden) -> None:
     """MatMul8bitLt keeps its input, and spells the weight out in backward, in the type of the input."""
     spec = Spec((*MANY, IN), dtype, requires_grad=True)
-    real = measure_op(Real8bit(), spec)
+    real = golden.op(lambda: real_8bit(spec))
     tape = run_on_tape(call, spec, prepare=lambda tape: tape_8bit(tape, has_outliers=False))
     assert allocations(tape.changes["backward"]) == allocations(real.changes("backward"))
     assert tape.kept_bytes == real.kept_bytes
@@ -210,32 +213,41 @@ def alive_bytes(tape: Tape) -> int:
     return sum(sum(segment.sizes) for segment in tape.segments)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_dora_on_4bit(
-    autocast: str | None, dropout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DoRA dequantises the weight once more in every forward pass."""
+def dequantise_on_fake_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Stand in for peft's own way to dequantise, which asks for a class that cannot hold a fake tensor."""
+    import torch
     from bitsandbytes.functional import dequantize_4bit
     from peft.tuners.lora import dora
 
-    def dequantize(
-        module: Any,
-    ) -> Any:  # peft's own asks for a class that cannot hold a fake tensor
+    def dequantize(module: Any) -> Any:
         state = getattr(module.weight, "quant_state", None)
         if state is None:  # while the layer is made
             return torch.empty((OUT, IN), dtype=torch.bfloat16, device="meta")
         return dequantize_4bit(module.weight.data, state)
 
-    monkeypatch.setattr(dora, "dequantize_module_weight", dequantize)
-    monkeypatch.setattr(dora, "deepcopy", lambda module: module)
+    patch.setattr(dora, "dequantize_module_weight", dequantize)
+    patch.setattr(dora, "deepcopy", lambda module: module)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_dora_on_4bit(
+    autocast: str | None, dropout: float, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DoRA dequantises the weight once more in every forward pass."""
     spec = Spec((*MANY, IN), "bfloat16", requires_grad=True)
     options = {"double_quant": True, "bias": False, "dropout": dropout, "dora": True}
-    real = measured(real_lora_4bit(**options), spec, autocast)
+
+    def real() -> OpTrace:
+        with monkeypatch.context() as patch:
+            dequantise_on_fake_tensors(patch)
+            layer = real_lora_4bit(**options)
+            return without_vector_sum(measured(layer, spec, autocast))
+
     tape = run_on_tape(
         call,
         spec,
         autocast=None if autocast is None else DTYPES[autocast],
         prepare=lambda tape: tape_lora_4bit(tape, **options),
     )
-    assert_agree(without_vector_sum(real), tape)
+    assert_agree(golden.op(real), tape)

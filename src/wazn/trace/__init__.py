@@ -3,6 +3,7 @@
     world       fake tensors on the cpu device that behave as CUDA tensors do
     tracker     which storages are alive, in order
     opcheck     what one operation saves, holds and returns
+    specs       what is measured there and what was seen, without torch
     step        whole training steps of a real model class; `python -m wazn.trace.step`
     rehearsal   what a rehearsal saw: events, peaks, breakdown, timeline
     trainer     the same steps in the real `transformers.Trainer`
