@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import peft
-
+from tests.agreement.golden import Peaks
 from tests.recipes import make_recipe
 from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from wazn.facts.models import resolve_model
@@ -27,9 +26,10 @@ from wazn.recipe import (
 )
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Timeline
-from wazn.trace.step import Recipe as Rehearsed
-from wazn.trace.step import rehearse
 from wazn.units import round_up
+
+if TYPE_CHECKING:
+    from wazn.trace.step import Recipe as Rehearsed
 
 DTYPES = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 METHODS = {"full": Method.FULL, "lora": Method.LORA, "qlora": Method.QLORA}
@@ -38,8 +38,6 @@ CHECKPOINTING = {
     "full": Checkpointing.FULL,
     "full-reentrant": Checkpointing.FULL_REENTRANT,
 }
-
-Peaks = dict[tuple[int, str], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,8 @@ class Case:
 
     def rehearsed(self) -> Rehearsed:
         """For the rehearsal."""
+        from wazn.trace.step import Recipe as Rehearsed
+
         return Rehearsed(
             method=self.method,
             targets=self.targets if len(self.targets) > 1 else (self.targets or ("all-linear",))[0],
@@ -128,6 +128,10 @@ class Case:
 
 def real_peaks(case: Case) -> Peaks:
     """The rehearsal's peaks by step and phase."""
+    import peft
+
+    from wazn.trace.step import rehearse
+
     if not case.saved:
         return rehearse(case.config(), case.rehearsed()).peaks()
     with_saved = partial(peft.LoraConfig, modules_to_save=list(case.saved))

@@ -1,7 +1,8 @@
 """Whole models of two layers: the tape peaks, phase by phase, where the real model peaks.
 
-Two optimizer steps of full fine-tuning under fake tensors, with every family's embedding, tables, masks, head and loss. Forward and
-loss are one phase here, as the rehearsal counts the head to the first and the tape to the second.
+Two optimizer steps of full fine-tuning under fake tensors, with every family's embedding, tables,
+masks, head and loss. Forward and loss are one phase here, as the rehearsal counts the head to the
+first and the tape to the second.
 """
 
 from __future__ import annotations
@@ -11,27 +12,24 @@ from typing import Any
 import pytest
 
 from tests.agreement.families import CONFIGS
+from tests.agreement.golden import Golden, Peaks
+from tests.agreement.test_blocks import EAGER_ONLY
 from tests.recipes import make_recipe
+from wazn.facts.stacks import resolve_stack
+from wazn.model.config import read_config
+from wazn.recipe import Attention, Checkpointing
+from wazn.simulate.step import simulate
+from wazn.timeline.events import Phase
+from wazn.units import round_up
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from tests.agreement.test_blocks import EAGER_ONLY  # noqa: E402
-from wazn.facts.stacks import resolve_stack  # noqa: E402
-from wazn.model.config import read_config  # noqa: E402
-from wazn.recipe import Attention, Checkpointing  # noqa: E402
-from wazn.simulate.step import simulate  # noqa: E402
-from wazn.timeline.events import Phase  # noqa: E402
-from wazn.trace.step import Recipe as Rehearsed  # noqa: E402
-from wazn.trace.step import rehearse  # noqa: E402
-from wazn.units import round_up  # noqa: E402
-
-Peaks = dict[tuple[int, str], int]
 BATCH, LENGTH = 2, 256
 
 
 def real_peaks(config: dict[str, Any], *, attention: str, checkpointing: str) -> Peaks:
     """The rehearsal's peaks by step and phase."""
+    from wazn.trace.step import Recipe as Rehearsed
+    from wazn.trace.step import rehearse
+
     recipe = Rehearsed(
         micro_batch=BATCH,
         seq_len=LENGTH,
@@ -86,13 +84,14 @@ SCALARS_BYTES = (
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_peaks(name: str, checkpointing: str) -> None:
+def test_peaks(name: str, checkpointing: str, golden: Golden) -> None:
     """Loading, forward and backward peak at the same byte in both steps, but for a few scalars."""
     how = {
         "attention": "eager" if name in EAGER_ONLY else "sdpa",
         "checkpointing": checkpointing,
     }
-    tape, real = tape_peaks(CONFIGS[name], **how), real_peaks(CONFIGS[name], **how)
+    tape = tape_peaks(CONFIGS[name], **how)
+    real = golden.peaks(lambda: real_peaks(CONFIGS[name], **how))
     assert tape.keys() == real.keys()
     for (step, phase), peak_bytes in real.items():
         assert 0 <= peak_bytes - tape[step, phase] <= SCALARS_BYTES * max(step, 1), (step, phase)
