@@ -100,6 +100,14 @@ def test_a_count_is_whole(text: str) -> None:
         parse_count(text)
 
 
+def test_a_point_before_three_noughts_is_not_guessed_at() -> None:
+    """`16.000` is 16 in London and sixteen thousand in Berlin: the person chooses."""
+    with pytest.raises(InputError) as caught:
+        parse_count("16.000")
+    assert caught.value.hint == "write `16000` or `16`"
+    assert parse_count("1.000k") == 1000
+
+
 def test_a_bare_prefix_is_answered_with_both_readings() -> None:
     """`24G` may mean 24 x 10^9 or 24 x 2^30: the person chooses."""
     with pytest.raises(InputError) as caught:

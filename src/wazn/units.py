@@ -57,6 +57,7 @@ _NUMBER_WITH_UNIT = re.compile(
     \s* ([a-z]*) \s*""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
+_POINT_FOR_THOUSANDS = re.compile(r"\s*\d{1,3}\.000\s*", re.ASCII)
 _LONGEST_NUMBER = 40  # characters; a longer one is a mistake or an attack, and int() is quadratic
 
 
@@ -103,6 +104,11 @@ def parse_count(text: str) -> int:
     numerator, denominator = _parse(text, units=_COUNT_UNITS, what=what)
     if numerator % denominator:
         raise InputError(f"expected {what}, found `{text}`")
+    if _POINT_FOR_THOUSANDS.fullmatch(text):  # 1.000 is one thousand to half of the world
+        plain = text.strip().replace(".", "")
+        raise InputError(
+            f"expected {what}, found `{text}`", hint=f"write `{plain}` or `{plain[:-3]}`"
+        )
     return numerator // denominator
 
 

@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -288,3 +289,15 @@ def test_who_waits_hears_why(
             time.sleep(0.3)
         said = "asking for org/model ...\n" if "/" in model and on_a_terminal else ""
         assert capsys.readouterr().err == said
+
+
+def test_a_name_that_stdout_cannot_encode_comes_through_whole(tmp_path: Path) -> None:
+    """The folder's Arabic name reads back from the JSON also where stdout is ASCII."""
+    folder = tmp_path / "نموذج"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    ran = process(str(folder), "--format", "json", PYTHONIOENCODING="ascii")
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["model"]["id"] == str(folder)

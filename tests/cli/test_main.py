@@ -216,3 +216,17 @@ def test_nearest_names_are_near() -> None:
     assert nearest_names("Estmate", known)[0] == "estimate"
     assert nearest_names("zzzzzzzz", known) == ()
     assert nearest_names("e" * 100_000, known) == ()
+
+
+def test_closed_output_leaves_the_status() -> None:
+    """`wazn ... >&-` says nothing, crashes nowhere, and still ends with the answer's status."""
+    command = f'"{sys.executable}" -m wazn {" ".join(TRAINING)} >&-'
+    run = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, check=False)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_an_error_never_commands_the_terminal(wazn) -> None:  # type: ignore[no-untyped-def]
+    """What stderr repeats of a question has its control characters (here: red, bell, C1's CSI) written out."""
+    ran = wazn("calc", "training", "--params", "\x1b[31m7\a\x9b1m", "--bytes-per-param", "16")
+    assert ran.status == 2
+    assert "found `\\x1b[31m7\\x07\\x9b1m`" in ran.err

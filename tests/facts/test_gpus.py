@@ -181,14 +181,22 @@ def test_nothing_like_it() -> None:
     assert "wazn gpus" in str(caught.value.hint)
 
 
-def test_counted_name() -> None:
+@pytest.mark.parametrize("asked", ["8xh100", "8 x h100", "8\N{MULTIPLICATION SIGN}h100"])
+def test_counted_name(asked: str) -> None:
     """`8xh100` is two answers in one: how to write it is said."""
     with pytest.raises(InputError) as caught:
-        resolve_gpu("8xh100")
+        resolve_gpu(asked)
     assert caught.value.hint == "write --gpu h100 --gpus 8"
 
 
-@pytest.mark.parametrize("asked", ["", "   ", "x" * 101, "0gb", "4096GB", "999999999gb"])
+def test_bare_number() -> None:
+    """`24` is a size without its unit, not a misspelt L4."""
+    with pytest.raises(InputError) as caught:
+        resolve_gpu("24")
+    assert caught.value.hint == "a card of that size is `24GB`"
+
+
+@pytest.mark.parametrize("asked", ["", "   ", "x" * 101, "0gb", "-8GB", "4096GB", "999999999gb"])
 def test_no_name_at_all(asked: str) -> None:
     """What cannot be a card is refused in words."""
     with pytest.raises(InputError):

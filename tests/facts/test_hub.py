@@ -198,3 +198,26 @@ def test_plain_name_stays_here(hub: Hub, tmp_path: Path) -> None:
     assert "meta-llama/Llama-3.1-8B" in answer["hint"]
     assert ask(hub.url, "Qwen/Qwen2.5-7B-Instruct", tmp_path)["origin"] == "catalogue"
     assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"HF_ENDPOINT": "http://[::1"},
+        {"HF_ENDPOINT": "http://127.0.0.1:99999"},
+        {"HF_HUB_ETAG_TIMEOUT": "abc"},
+    ],
+    ids=["address", "port", "timeout"],
+)
+def test_setting_that_cannot_be_read(setting: dict[str, str], tmp_path: Path) -> None:
+    """The library fails on import; we say whose fault it is, and stdout stays free for the answer."""
+    environment = {"HF_HOME": str(tmp_path), **setting}
+    run = subprocess.run(
+        [sys.executable, "-m", "wazn", "estimate", "org/good", "--format", "json"],
+        capture_output=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert (run.returncode, run.stdout) == (2, b"")
+    assert b"error: a setting of huggingface_hub cannot be read: " in run.stderr
+    assert b"HF_ENDPOINT" in run.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,13 @@ def test_no_such_file(asked: str) -> None:
     """A path that leads nowhere is not taken for a model on the Hub."""
     with pytest.raises(InputError, match="no such file or folder"):
         resolve_model(asked)
+
+
+def test_pipe(tmp_path: Path) -> None:
+    """A named pipe, or the shell's `<(...)`, is there but is no file: it is not opened, which could wait for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="is not a regular file"):
+        resolve_model(str(tmp_path / "config.json"))
 
 
 def test_large_file(tmp_path: Path) -> None:

@@ -208,17 +208,27 @@ def command(
     with _talking(model):
         answer = estimate(model, gpu=gpu, engine=engine, **given)
     if output_format == "json":
-        import json
-
         from wazn.report.json import to_json
 
-        click.echo(json.dumps(to_json(answer), indent=2, ensure_ascii=False))
+        click.echo(_as_json(to_json(answer)))
     else:
         from wazn.estimation.changes import changes
         from wazn.report.estimate import as_text
 
         click.echo(as_text(answer, changes(answer), _style()))
     return DOES_NOT_FIT if answer.fit.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def _as_json(document: object) -> str:
+    """Write what stdout cannot encode as JSON's own escapes: a name must come through whole."""
+    import json
+
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return json.dumps(document, indent=2)
+    return text
 
 
 def _style() -> Style:

@@ -7,6 +7,7 @@ Exit status: 0 answered (and it fits, or no card was named); 3 answered and it d
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -31,6 +32,9 @@ COMMANDS = {
 _NEW_REPORT = "please report this, with the command that you ran"
 _INTERRUPTED = 128 + 2  # SIGINT, as shells write it
 _READER_LEFT = 128 + 13  # SIGPIPE
+_CONTROL = re.compile(
+    r"[\0-\x09\x0b-\x1f\x7f-\x9f]"
+)  # what would move a terminal's cursor or colour it
 
 
 class LazyGroup(NamedGroup):
@@ -62,6 +66,8 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave with its exit status."""
+    if sys.stdout is None:  # closed by who started us (`>&-`): only the status is wanted
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  # it lives as long as the process
     _never_fail_on_encoding()
     if "_WAZN_COMPLETE" in os.environ:
         cli.main(prog_name="wazn")  # the shell asks for completions; Click answers and leaves
@@ -125,8 +131,9 @@ def _options_of(context: click.Context | None) -> list[str]:
 def _say(message: str, hint: str | None, *, status: int) -> int:
     """Write `error:` and `hint:` to stderr and return the exit status."""
     lines = [f"error: {message}"] + ([f"hint: {hint}"] if hint else [])
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], "\n".join(lines))
     with suppress(OSError):  # nobody listens; the status still tells
-        click.echo("\n".join(lines), err=True)
+        click.echo(text, err=True)
     return status
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 _LONGEST_NAME = 100
 _LARGEST_CARD_GB = 2048
-_COUNTED = r"(\d{1,5})\s*x\s*([a-z0-9].*)"
+_COUNTED = r"(\d{1,5})\s*[x\N{MULTIPLICATION SIGN}]\s*([a-z0-9].*)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,9 @@ def resolve_gpu(text: str) -> GpuChoice:
     Raises: UnknownFact with the nearest names; InputError for what is no name at all.
     """
     asked = text.strip()
-    if not asked or len(asked) > _LONGEST_NAME:
+    if (
+        not asked or len(asked) > _LONGEST_NAME or asked[0] == "-"
+    ):  # `-8GB` is no separator and a size
         raise InputError(
             f"expected the name of a GPU such as `rtx-4090` or `80GB`, found `{asked[:40]}`"
         )
@@ -105,6 +107,8 @@ def _candidates(asked: str, name: GpuName) -> list[str]:
             f"`{asked}` is a number of GPUs and a name",
             hint=f"write --gpu {counted[2]} --gpus {counted[1]}",
         )
+    if asked.isascii() and asked.isdecimal():
+        raise InputError(f"`{asked}` is a number", hint=f"a card of that size is `{asked}GB`")
     nearest = _nearest(asked)
     hint = None if nearest else "`wazn gpus` lists what is known; a size such as `24GB` works too"
     raise UnknownFact(f"unknown GPU `{asked}`", nearest=nearest, hint=hint)

@@ -6,6 +6,7 @@ is fetched: code in a repository is neither fetched nor run.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from wazn.errors import InputError, UnknownFact
@@ -78,9 +79,23 @@ def fetch_config(model_id: str) -> ModelSource:
 
 
 def _library() -> Any:
-    """`huggingface_hub.utils`, which names the errors in every release; untyped, because it does not export them."""
-    import huggingface_hub.utils
+    """`huggingface_hub.utils`, which names the errors in every release; untyped, because it does not export them.
 
+    The library reads its settings when it is imported, fails on those that it cannot read, and prints about that.
+
+    Raises: InputError for such a setting.
+    """
+    from contextlib import redirect_stdout
+
+    try:
+        with redirect_stdout(sys.stderr):  # stdout is for the answer
+            import huggingface_hub.file_download
+            import huggingface_hub.utils
+    except ValueError as error:
+        raise InputError(
+            f"a setting of huggingface_hub cannot be read: {str(error)[:200]}",
+            hint="look at HF_ENDPOINT and the other HF_ variables of the environment",
+        ) from None
     return huggingface_hub.utils
 
 

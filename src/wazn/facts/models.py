@@ -147,6 +147,11 @@ def _no_config_at(asked: str) -> InputError:
         return InputError(
             f"no config.json in {asked}", hint="name a folder that holds the model's config.json"
         )
+    if os.path.exists(folder):
+        return InputError(
+            f"{asked} is not a regular file",
+            hint="name a folder that holds the model's config.json, or that file",
+        )
     return InputError(
         f"no such file or folder: {asked}",
         hint="a catalogue name (`wazn models`), a Hugging Face id, a folder or a config.json works",
