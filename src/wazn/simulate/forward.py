@@ -32,7 +32,9 @@ def hidden_states(
     spec = model.spec
     tape.label = spec.embedding.name
     x = embedding(tape, model.embedding, input_ids, size=spec.embedding.size)
-    scaled_by_model = spec.family.startswith("granite")  # Gemma's embedding scales by itself
+    # Gemma's embedding scales by itself since 5.4
+    older_gemma = spec.family in ("gemma", "gemma2") and context.habits.minor < (5, 4)
+    scaled_by_model = spec.family.startswith("granite") or older_gemma
     if spec.embedding_scaled and not scaled_by_model:
         x = mul_scalar(tape, x)
     if recipe.inputs_require_grad and not x.requires_grad:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from wazn.dtypes import BOOL, FLOAT16, FLOAT32, INT64, Dtype
-from wazn.simulate.tape import SCALAR, Parameter, Tape, Tensor
+from wazn.simulate.tape import Parameter, Tape, Tensor
 
 __all__ = [
     "add",
@@ -207,10 +207,9 @@ def add_in_place(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
 
 
 def div_scalar_in_place(tape: Tape, x: Tensor) -> Tensor:
-    """x /= number, x *= number: the result is in x's memory; the number counts as saved."""
-    saved = tape.save(SCALAR if x.requires_grad else None)
+    """x /= number, x *= number: the result is in x's memory; a Python number is no saved tensor."""
     out = Tensor(x.storage, x.numel, x.dtype)
-    return tape.record(out, (x,), saved, partial(_like_gradient, tape))
+    return tape.record(out, (x,), (), partial(_like_gradient, tape))
 
 
 def clamp(tape: Tape, x: Tensor) -> Tensor:
@@ -319,10 +318,8 @@ def div(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
 
 
 def mul_scalar(tape: Tape, x: Tensor) -> Tensor:
-    """x * number; the number counts as saved."""
-    saved = tape.save(SCALAR if x.requires_grad else None)
-
-    return tape.record(tape.new(x.numel, x.dtype), (x,), saved, partial(_like_gradient, tape))
+    """x * number, x / number: a Python number is no saved tensor, so checkpointing does not run again for it."""
+    return tape.record(tape.new(x.numel, x.dtype), (x,), (), partial(_like_gradient, tape))
 
 
 def pointwise(tape: Tape, x: Tensor) -> Tensor:
