@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wazn.dtypes import BOOL, FLOAT32, INT64
+from wazn.errors import Unsupported
 from wazn.facts.stacks import Habits
 from wazn.model.spec import AttentionSpec, RotaryKind
 from wazn.recipe import Attention
@@ -82,6 +83,11 @@ class AttentionModule:
         k_norm: Module | None,
         sinks: Parameter | None = None,
     ) -> None:
+        if spec.alibi:  # Baichuan 13B
+            raise Unsupported(
+                "attention with alibi in code of its own is counted, and not run yet",
+                hint="`wazn trace`",
+            )
         self.spec = spec
         self.projections = projections
         self.output = output
@@ -114,6 +120,9 @@ class AttentionModule:
         key, value = context.remember(key, value)
         if context.habits.rotary_stored:  # GPT-NeoX stored its tables in fp32
             query, key = to(tape, query, value.dtype), to(tape, key, value.dtype)
+        num_kv_heads = spec.num_kv_heads
+        if spec.rotary_code == "chatglm" and num_kv_heads < spec.num_heads:
+            key, value, num_kv_heads = self._repeated(tape, key, value)
         tape.label = "attention"
         out, weights = attend(
             context,
@@ -125,7 +134,7 @@ class AttentionModule:
                 context.micro_batch,
                 context.seq_len,
                 spec.num_heads,
-                spec.num_kv_heads,
+                num_kv_heads,
                 spec.head_dim,
                 spec.head_dim,
             ),
@@ -137,6 +146,13 @@ class AttentionModule:
         tape.label = "attention.dropout"
         out = dropout(tape, out, spec.output_dropout)
         return out, None if context.habits.own_attention_code else weights  # nobody asked for them
+
+    def _repeated(self, tape: Tape, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Copy keys and values to every query head before any attention function (ChatGLM)."""
+        groups = self.spec.num_heads // self.spec.num_kv_heads
+        key = expand_copy(tape, key, key.numel * groups)
+        value = expand_copy(tape, value, value.numel * groups)
+        return key, value, self.spec.num_heads
 
     def _project(
         self, context: Context, x: Tensor, layout: GradientLayout

@@ -191,6 +191,33 @@ def _rotate_halves(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return cat(tape, (first, second))
 
 
+def chatglm(
+    tape: Tape, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, spec: AttentionSpec
+) -> Rotated:
+    """The formula of `gpt_oss` on a part of each head, every operand a slice of its own.
+
+    Source: `apply_rotary_pos_emb` in modeling_chatglm.py of THUDM/chatglm3-6b; not compared with the real code, which
+    transformers does not have.
+    """
+    return _rotate_chatglm(tape, q, cos, sin, spec), _rotate_chatglm(tape, k, cos, sin, spec)
+
+
+def _rotate_chatglm(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor, spec: AttentionSpec) -> Tensor:
+    x_rot, x_pass = _cut(tape, x, spec)
+    half = x_rot.numel // 2
+    first = sub(
+        tape,
+        mul(tape, narrow(tape, x_rot, half), cos),
+        mul(tape, narrow(tape, x_rot, half), sin),
+    )
+    second = add(
+        tape,
+        mul(tape, narrow(tape, x_rot, half), cos),
+        mul(tape, narrow(tape, x_rot, half), sin),
+    )
+    return cat(tape, (cat(tape, (first, second)), x_pass))
+
+
 def rotate_interleaved(tape: Tape, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
     """The formula of `gpt_oss` on neighbours, by slices (DeepSeek V3); cos and sin: the first half of each table."""
     q1, q2 = narrow(tape, q, q.numel // 2), narrow(tape, q, q.numel // 2)
@@ -208,6 +235,7 @@ def _rotate_pair(tape: Tape, first: Tensor, second: Tensor, cos: Tensor, sin: Te
 
 
 ROTARY: dict[str, RotaryFunction] = {
+    "chatglm": chatglm,
     "cohere": cohere,
     "ernie4_5": ernie4_5,
     "glm": glm,
