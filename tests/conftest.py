@@ -29,7 +29,8 @@ settings.load_profile("wazn")
 # The base install has no torch, and must work without: there, the files that import it are left out
 # (`scripts/pythons`). Where torch is installed, as in CI, nothing is.
 _NEEDS_TORCH = re.compile(
-    r"^(import|from) (torch|transformers|peft|bitsandbytes|trl|wazn\.trace|tests\.agreement)\b",
+    r"^(import|from) (torch|transformers|peft|bitsandbytes|trl|wazn\.trace(?!\.specs))\b"
+    r"|^torch = pytest\.importorskip",
     re.MULTILINE,
 )
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
