@@ -94,6 +94,40 @@ def test_wrong_patterns_are_refused() -> None:
         adapted(LLAMA, "x*" * 1000)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(\w+\.?)+X",  # runs for hours on `model.layers.0.self_attn.q_proj`
+        r"(\w*){30}X",
+        r"(?:\w{1,20}\.?){1,20}X",
+        r".*.*?.+.+?.{0,}.{0,9}X",
+        r"\w?" * 40 + "X",
+        r"[)]*(a|b)*",
+    ],
+)
+def test_a_pattern_that_may_never_end_is_refused(pattern: str) -> None:
+    """Python's `re` backtracks: what could try exponentially many ways is not tried at all."""
+    with pytest.raises(InputError, match="may take for ever to match"):
+        adapted(LLAMA, pattern)
+
+
+def test_patterns_of_real_recipes_are_taken() -> None:
+    """Signs inside classes and escapes are no repeats, groups may be optional; unsloth's pattern has five repeats."""
+    unsloth = (
+        r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp).*?(?:q_proj|v_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp)\.(?:(?:q_proj|v_proj)))"
+    )
+    for pattern in (unsloth, r"model\.layers\.\d+\.(self_attn)?\.?[)*+]?(q|v)_proj"):
+        assert _names(adapted(LLAMA, pattern)) == ["self_attn.q_proj", "self_attn.v_proj"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pattern_that_python_warns_of_is_quiet() -> None:
+    """A POSIX class means something else to Python, which says so on stderr; peft compiles it all the same."""
+    with pytest.raises(InputError, match="match no linear"):
+        adapted(LLAMA, "[[:alpha:]]")
+
+
 @pytest.mark.parametrize("targets", ["query_key_value", ("c_attn", "c_proj"), "", ",", ()])
 def test_targets_that_match_nothing_list_what_there_is(targets: str | tuple[str, ...]) -> None:
     """Nothing matched: the error names the linears of this model."""

@@ -12,7 +12,7 @@ from wazn.model.spec import Activation
 __all__ = ["LARGEST_SIZE", "MOST_LAYERS", "Fields", "printable"]
 
 LARGEST_SIZE = 10**8  # of one axis of a matrix; the largest known vocabulary has 3 * 10^5 rows
-MOST_LAYERS = 10_000  # the deepest known model has 126
+MOST_LAYERS = 512  # the deepest known model has 126; layers that are not alike are run one by one
 _LONGEST_QUOTE = 40
 
 T = TypeVar("T")

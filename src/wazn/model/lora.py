@@ -16,6 +16,7 @@ transformers 5.24, `conversion_mapping.py` (`_MODEL_TO_CONVERSION_PATTERN`).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,6 +49,12 @@ __all__ = [
 ALL_LINEAR = "all-linear"
 ATTENTION = "attention"
 _LONGEST_PATTERN = 1000  # characters of a regular expression
+_MOST_REPEATS = 5
+_MOST_OPTIONAL = 8
+# escapes, classes and `(?`, in which the signs mean something else; a repeated group; a repeat; an optional part
+_TOKENS = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|\)[*+{]|(?:[*+]|\{\d*,\d*\})[?+]?|\?[?+]?", re.DOTALL
+)
 _REGULAR_EXPRESSION = re.compile(r"[*+?\[\](){}|^$\\]")
 
 # Old name of a matrix of an expert, or of the router, to the parameter that holds it now.
@@ -311,8 +318,11 @@ def _converted(names: tuple[str, ...], old_names: dict[str, str]) -> _Choice:
 def _by_pattern(spec: ModelSpec, text: str, old_names: dict[str, str] | None) -> _Choice:
     if len(text) > _LONGEST_PATTERN:
         raise InputError(f"a pattern for targets may have {_LONGEST_PATTERN} characters")
+    _refuse_endless(text)
     try:
-        pattern = re.compile(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about `[[`, which peft compiles as well
+            pattern = re.compile(text)
     except re.error as error:
         raise InputError(
             f"`{printable(text, longest=200)}` is neither a list of names nor a regular expression: {error}"
@@ -323,6 +333,24 @@ def _by_pattern(spec: ModelSpec, text: str, old_names: dict[str, str] | None) ->
     if not matched:
         return _Choice(pattern=pattern)
     return _converted(tuple(sorted(matched)), old_names)
+
+
+def _refuse_endless(text: str) -> None:
+    """Raises: InputError for a pattern that may run for hours: `re` backtracks, and nothing can stop it."""
+    tokens = _TOKENS.findall(text)
+    groups = [token for token in tokens if token[0] == ")"]
+    repeats = [token for token in tokens if token[0] in "*+{"]
+    optional = [token for token in tokens if token[0] == "?"]
+    if groups or len(repeats) > _MOST_REPEATS or len(optional) > _MOST_OPTIONAL:
+        raise InputError(
+            f"`{printable(text, longest=200)}` may take for ever to match: "
+            + (
+                f"a group is repeated (`{groups[0]}`)"
+                if groups
+                else f"it has more than {_MOST_REPEATS} repeats or {_MOST_OPTIONAL} optional parts"
+            ),
+            hint=r"`.*\.(q_proj|v_proj)` needs one repeat; a list of names needs none",
+        )
 
 
 def _leaves_of_pattern(
