@@ -1,7 +1,7 @@
 """Forward and backward of whole models at older releases of transformers, against what their classes allocated.
 
 older_seen.csv: the class of that release (4.40.2, 4.42.4, 4.44.2, 4.45.2, 4.47.1, 4.48.3, 4.51.3, 4.53.3, 4.55.4,
-4.57.3, 5.24.0) of a configuration of `families.py`, on fake tensors with torch 2.13: 256 tokens, labels, a mask of ones,
+4.57.3, 5.24.0) of a configuration of `families.py` on fake tensors (torch 2.13): 256 tokens, labels, a mask of ones,
 `use_cache` as the class has it, under autocast wrapped in accelerate's `convert_outputs_to_fp32`; with `adapters`,
 LoRA of that rank on all linears by PEFT 0.10.0, 0.11.1, 0.14.0 and 0.21.2. What is no larger than `larger_than` bytes
 was left out: position ids, statistics of norms, squares of booleans, rotary tables. `compared`: `order`, all
