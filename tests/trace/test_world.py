@@ -138,6 +138,27 @@ def test_the_norm_of_many_tensors_has_a_number_per_chunk() -> None:
     assert sizes == [24, 4, 4, -24]
 
 
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_experts_are_multiplied_in_any_dtype(dtype: str, itemsize: int) -> None:
+    """By pencil: 4 experts from 64 to 30 for 100 rows give [100, 30], each row padded to 16 bytes (32 elements
+    in either dtype), and gradients as large as the inputs.
+
+    Source: GroupedMMUtils.h of ATen: bfloat16 has a kernel, other dtypes fall back to a product per expert
+    into the same result.
+    """
+    trace = measure_op(
+        lambda x, weight, offsets: torch.nn.functional.grouped_mm(
+            x, weight.transpose(1, 2), offs=offsets
+        ),
+        Spec((100, 64), dtype, requires_grad=True),
+        Spec((4, 30, 64), dtype, requires_grad=True),
+        Spec((4,), "int32"),
+    )
+    assert trace.changes("forward")[:1] == [(99 * 32 + 30) * itemsize]
+    assert trace.gradient_bytes >= (100 * 64 + 4 * 64 * 30) * itemsize
+    assert {100 * 64 * itemsize, 4 * 64 * 30 * itemsize} <= set(trace.changes("backward"))
+
+
 def test_cublas_gets_a_workspace_in_forward_and_one_in_backward() -> None:
     """8.125 MiB (`:4096:2:16:8`) for the handle of each thread, and for good; 32 MiB on Hopper."""
     for capability, size in (((8, 0), 8_519_680), ((9, 0), 33_554_432)):

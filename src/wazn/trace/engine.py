@@ -12,7 +12,7 @@ import torch
 
 from wazn.trace import kernels
 from wazn.trace.tracker import DEVICE, StorageTracker
-from wazn.units import ceil_div
+from wazn.units import ceil_div, round_up
 
 __all__ = ["Engine"]
 
@@ -44,6 +44,8 @@ class Engine:
             return _answer(tracker, args[0])
         if func is torch.ops.aten.nonzero.default:
             return _nonzero(args[0])
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_mm(*args, **kwargs)
         in_place = _IN_PLACE.get(func)
         if in_place is not None and _fills_zeros_in_place(previous):
             in_place(*args, **kwargs)
@@ -130,6 +132,30 @@ def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     numel = tensor.numel()
     slices = max(1, tensor.untyped_storage().nbytes() // tensor.element_size() // max(1, numel))
     return torch.empty((ceil_div(numel, slices), tensor.dim()), dtype=torch.int64, device=DEVICE)
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """Return the grouped product in any dtype; the fake one takes bfloat16 only.
+
+    Other dtypes fall back to one product per group, written into the same result, whose rows are padded to
+    16 bytes: `_grouped_mm_fallback` and `create_grouped_gemm_output_tensor` in aten/src/ATen/native/
+    GroupedMMUtils.h.
+    """
+    groups = [] if offsets is None else [offsets.shape[0]]
+    if first.dim() == 3 and second.dim() == 3:
+        groups = [first.shape[0]]
+    size = [first.shape[-2], second.shape[-1]]
+    per_row = round_up(size[-1], 16 // first.element_size())
+    if first.dim() != second.dim():
+        return torch.empty_strided(size, (per_row, 1), dtype=first.dtype, device=DEVICE)
+    strides = (size[0] * per_row, per_row, 1)
+    return torch.empty_strided(groups + size, strides, dtype=first.dtype, device=DEVICE)
 
 
 def _accumulates_in_place(previous: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
