@@ -16,6 +16,7 @@ __all__ = [
     "Adapter",
     "Attention",
     "Checkpointing",
+    "KbitPreparation",
     "Loss",
     "Method",
     "Optimizer",
@@ -51,7 +52,9 @@ class Checkpointing(StrEnum):
     FULL_REENTRANT = "full-reentrant"
     EVERY_N = "every-n"  # full, on every n-th layer: `Recipe.checkpoint_every`
     SELECTIVE_OP = "selective-op"  # matrix products and attention kept (torchtitan)
-    SELECTIVE_ATTENTION = "selective-attention"  # only the attention core is computed again (Megatron)
+    SELECTIVE_ATTENTION = (
+        "selective-attention"  # only the attention core is computed again (Megatron)
+    )
 
 
 class Attention(StrEnum):
@@ -103,18 +106,26 @@ class Adapter:
             raise InputError(f"`lora-dropout` must be in [0, 1), found `{self.dropout}`")
 
 
+class KbitPreparation(StrEnum):
+    """Which helper prepares a quantised base for training, by turning what is left in 16 bits into fp32."""
+
+    NONE = "none"
+    PEFT = "peft"  # prepare_model_for_kbit_training: everything
+    TRL = "trl"  # the same, then peft_module_casting_to_bf16 puts embeddings and head back
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """How the frozen base is stored. `kbit_preparation`: what is left in 16 bits is upcast to fp32 (PEFT's helper).
+    """How the frozen base is stored, and prepared.
 
-    block_size: elements per scale; the scales of `double_quant` are quantised again in blocks of 256 (bitsandbytes 0.50).
+    block_size: elements per scale; the scales of `double_quant` are quantised again in blocks of 256.
     experts: whether the experts of a mixture are quantised: not where they are fused 3-D parameters (transformers 5).
-    keeps_input: a 4-bit linear keeps its input until the loss dies, not until its backward (bitsandbytes before 0.43.2).
+    keeps_input: a 4-bit linear keeps its input until the loss dies, not until its backward (bitsandbytes < 0.43.2).
     """
 
     format: QuantizationFormat
     double_quant: bool
-    kbit_preparation: bool
+    kbit_preparation: KbitPreparation
     experts: bool
     block_size: int = 64
     keeps_input: bool = False

@@ -18,6 +18,7 @@ from wazn.model.spec import ModelSpec
 from wazn.recipe import (
     Adapter,
     Checkpointing,
+    KbitPreparation,
     Method,
     Precision,
     Quantization,
@@ -85,7 +86,7 @@ class Case:
         quantization = Quantization(
             format=QuantizationFormat.NF4,
             double_quant=True,
-            kbit_preparation=self.kbit,
+            kbit_preparation=KbitPreparation.PEFT if self.kbit else KbitPreparation.NONE,
             experts=False,
         )
         return make_recipe(

@@ -19,6 +19,7 @@ from wazn.model.config import read_config
 from wazn.model.spec import Activation, Linear, MlpSpec, MoeSpec
 from wazn.recipe import (
     Adapter,
+    KbitPreparation,
     Checkpointing,
     Method,
     Quantization,
@@ -274,7 +275,10 @@ QLORA: dict[str, Any] = {
     "method": Method.QLORA,
     "adapter": Adapter(rank=4, targets=("attention",)),
     "quantization": Quantization(
-        format=QuantizationFormat.NF4, double_quant=True, kbit_preparation=False, experts=True
+        format=QuantizationFormat.NF4,
+        double_quant=True,
+        kbit_preparation=KbitPreparation.NONE,
+        experts=True,
     ),
     "fused_experts": False,
 }

@@ -11,7 +11,7 @@ from tests.agreement.golden import Golden
 from tests.agreement.test_lora import without_vector_sum
 from wazn.dtypes import BFLOAT16, FLOAT32, INT8, UINT8, Dtype
 from wazn.model.spec import Linear
-from wazn.recipe import Quantization, QuantizationFormat
+from wazn.recipe import KbitPreparation, Quantization, QuantizationFormat
 from wazn.simulate.lora import Adapters, LoraModule
 from wazn.simulate.ops import mul_scalar
 from wazn.simulate.quantized import Linear4bitModule, Linear8bitModule, quantization_state
@@ -88,7 +88,7 @@ def tape_4bit(tape: Tape, *, double_quant: bool, bias: bool) -> Linear4bitModule
     quantization = Quantization(
         format=QuantizationFormat.NF4,
         double_quant=double_quant,
-        kbit_preparation=True,
+        kbit_preparation=KbitPreparation.PEFT,
         experts=False,
     )
     weight = tape.parameter(name="w", numel=IN * OUT // 2, dtype=UINT8, requires_grad=False)
@@ -106,7 +106,10 @@ def tape_4bit(tape: Tape, *, double_quant: bool, bias: bool) -> Linear4bitModule
 def tape_8bit(tape: Tape, *, has_outliers: bool) -> Linear8bitModule:
     spec = Linear(name="q_proj", in_features=IN, out_features=OUT)
     quantization = Quantization(
-        format=QuantizationFormat.INT8, double_quant=False, kbit_preparation=True, experts=False
+        format=QuantizationFormat.INT8,
+        double_quant=False,
+        kbit_preparation=KbitPreparation.PEFT,
+        experts=False,
     )
     weight = tape.parameter(name="w", numel=IN * OUT, dtype=INT8, requires_grad=False)
     state = quantization_state(tape, spec, quantization)

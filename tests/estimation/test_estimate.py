@@ -237,14 +237,15 @@ def test_notes_on_the_recipe() -> None:
 
 def test_what_k_bit_preparation_costs() -> None:
     """Llama-3.1-8B: embeddings and head of 128,256 x 4096 and 65 norms of 4096 take 2 more bytes for each parameter."""
-    turned, left = (
-        wazn.estimate("llama-3.1-8b", method="qlora", kbit_preparation=prepared).resident
-        for prepared in (True, False)
+    turned, norms, left = (
+        wazn.estimate("llama-3.1-8b", method="qlora", kbit_preparation=helper).resident
+        for helper in ("peft", "trl", "none")
     )
     not_quantised = 2 * 128_256 * 4096 + 65 * 4096
     quantised = (LLAMA_3_1_8B - not_quantised) // 2
     assert left.weights_bytes == quantised + 2 * not_quantised + ROTARY_BUFFERS
     assert turned.weights_bytes == left.weights_bytes + 2 * not_quantised
+    assert norms.weights_bytes == left.weights_bytes + 2 * 65 * 4096
 
 
 FAMILIES = {model.family: model.id for model in reversed(list_models())}

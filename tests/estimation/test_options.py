@@ -8,7 +8,15 @@ from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32, Dtype
 from wazn.errors import InputError
 from wazn.estimation.options import OPTION_NAMES, Options, as_option, resolve
 from wazn.facts.stacks import resolve_stack
-from wazn.recipe import Attention, Checkpointing, Method, Optimizer, QuantizationFormat, Recipe
+from wazn.recipe import (
+    Attention,
+    Checkpointing,
+    KbitPreparation,
+    Method,
+    Optimizer,
+    QuantizationFormat,
+    Recipe,
+)
 
 
 def recipe(stack: str = "hf", **options: object) -> Recipe:
@@ -137,10 +145,10 @@ def test_a_truth_is_no_number() -> None:
 
 def test_k_bit_preparation_can_be_left_out() -> None:
     """It is PEFT's helper and not bitsandbytes' doing; without a quantised base there is nothing to prepare."""
-    with_it, without = recipe(method="qlora"), recipe(method="qlora", kbit_preparation=False)
+    with_it, without = recipe(method="qlora"), recipe(method="qlora", kbit_preparation="none")
     assert with_it.quantization is not None
     assert without.quantization is not None
-    assert with_it.quantization.kbit_preparation
-    assert not without.quantization.kbit_preparation
+    assert with_it.quantization.kbit_preparation is KbitPreparation.PEFT
+    assert without.quantization.kbit_preparation is KbitPreparation.NONE
     with pytest.raises(InputError, match="`--kbit-preparation` needs a quantised base"):
-        recipe(kbit_preparation=True)
+        recipe(kbit_preparation="trl")

@@ -13,7 +13,14 @@ from wazn.dtypes import BFLOAT16
 from wazn.facts.stacks import CausalBuffers, Habits, KvCache, resolve_stack
 from wazn.model.config import read_config
 from wazn.model.spec import ModelSpec
-from wazn.recipe import Adapter, Checkpointing, Method, Quantization, QuantizationFormat
+from wazn.recipe import (
+    Adapter,
+    Checkpointing,
+    KbitPreparation,
+    Method,
+    Quantization,
+    QuantizationFormat,
+)
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Timeline
 
@@ -146,7 +153,7 @@ def test_quantised_inputs_that_are_kept() -> None:
                 quantization=Quantization(
                     format=QuantizationFormat.NF4,
                     double_quant=True,
-                    kbit_preparation=False,
+                    kbit_preparation=KbitPreparation.NONE,
                     experts=False,
                     keeps_input=keeps,
                 ),
@@ -188,7 +195,7 @@ def test_repetition_is_exact(version: str, method: Method, checkpointing: Checkp
     quantization = Quantization(
         format=QuantizationFormat.NF4,
         double_quant=True,
-        kbit_preparation=True,
+        kbit_preparation=KbitPreparation.PEFT,
         experts=True,
         keeps_input=habits.keeps_quantized_input,
     )

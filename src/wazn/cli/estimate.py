@@ -72,10 +72,11 @@ class _Estimate(Command):
     help="Quantise the constants of the 4-bit blocks as well. [default: yes]",
 )
 @option(
-    "--kbit-preparation/--no-kbit-preparation",
-    default=None,
+    "--kbit-preparation",
+    metavar="HELPER",
     group="Method",
-    help="PEFT's helper for a quantised base: what stays in 16 bits is turned into fp32. [default: yes]",
+    help="What turns the 16-bit rest of a quantised base into fp32: peft (all of it), trl (not embeddings and head), "
+    "none. [default: peft]",
 )
 @option(
     "--trainable", metavar="PATTERN", group="Method", help="With --method freeze: what is trained."

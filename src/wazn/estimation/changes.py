@@ -12,7 +12,7 @@ from typing import Any
 from wazn.errors import WaznError
 from wazn.estimation.answer import Estimate, Verdict
 from wazn.estimation.estimate import run_through, verdict_of
-from wazn.recipe import Attention, Checkpointing, Method, Optimizer
+from wazn.recipe import Attention, Checkpointing, KbitPreparation, Method, Optimizer
 from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
 
@@ -88,8 +88,13 @@ def _candidates(answer: Estimate) -> Iterator[tuple[int, dict[str, Any]]]:
             yield states * 3 // 4 + held.get(Category.TEMPORARY, 0), {"optimizer": "adamw-8bit"}
     if recipe.method is Method.LORA:
         yield weights * 2 // 3, {"method": "qlora"}
-    if recipe.quantization is not None and recipe.quantization.kbit_preparation:
-        yield weights // 3, {"kbit_preparation": False}
+    prepared = (
+        KbitPreparation.NONE
+        if recipe.quantization is None
+        else recipe.quantization.kbit_preparation
+    )
+    if prepared is not KbitPreparation.NONE:
+        yield weights // 3, {"kbit_preparation": "none"}
     if recipe.precision.weight_dtype.itemsize == 4:
         yield (weights + trained) // 2, {"precision": "bf16-autocast"}
     if recipe.checkpointing is Checkpointing.NONE:

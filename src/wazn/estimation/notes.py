@@ -8,7 +8,7 @@ from wazn.estimation.answer import Fit, OutsideLine, Verdict
 from wazn.facts.notes import Note
 from wazn.facts.stacks import Habits
 from wazn.model.spec import AttentionSpec, ModelSpec, MoeSpec
-from wazn.recipe import Attention, Quantization, Recipe
+from wazn.recipe import Attention, KbitPreparation, Quantization, Recipe
 from wazn.simulate.attention import implementation
 
 __all__ = ["notes_on"]
@@ -86,10 +86,12 @@ def _on_recipe(spec: ModelSpec, recipe: Recipe, habits: Habits) -> list[Note]:
 
 def _on_quantization(spec: ModelSpec, recipe: Recipe, quantization: Quantization) -> list[Note]:
     notes = []
+    unprepared = quantization.kbit_preparation is KbitPreparation.NONE
     has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
     if has_experts and not quantization.experts:
-        kept = FLOAT32 if quantization.kbit_preparation else recipe.precision.weight_dtype
+        kept = recipe.precision.weight_dtype if unprepared else FLOAT32
         notes.append(Note(code="experts-not-quantised", params={"dtype": kept.name}))
-    if quantization.kbit_preparation:
-        notes.append(Note(code="kbit-preparation", params={"stack": recipe.stack}))
+    if not unprepared:
+        helper = quantization.kbit_preparation.value
+        notes.append(Note(code="kbit-preparation", params={"helper": helper}))
     return notes

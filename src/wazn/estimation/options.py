@@ -19,6 +19,7 @@ from wazn.recipe import (
     Adapter,
     Attention,
     Checkpointing,
+    KbitPreparation,
     Loss,
     Method,
     Optimizer,
@@ -64,7 +65,7 @@ class Options:
     modules_to_save: str | None = None
     quantization: str | None = None
     double_quant: bool | None = None
-    kbit_preparation: bool | None = None
+    kbit_preparation: str | None = None
     precision: str | None = None
     weight_dtype: str | None = None
     autocast_dtype: str | None = None
@@ -110,7 +111,7 @@ OPTION_NAMES = tuple(Options.__dataclass_fields__)
 _TEXT: tuple[type | tuple[type, ...], str] = (str, f"text of at most {_LONGEST_TEXT} characters")
 _OF_ADAPTERS = ("rank", "targets", "dora", "lora_dropout", "modules_to_save")
 _COUNTS = ("rank", "micro_batch", "seq_len", "grad_accum", "gpus", "nodes", "tp", "pp", "cp", "ep")
-_SWITCHES = ("dora", "double_quant", "kbit_preparation", "keep_outputs", "zero_grad_to_none")
+_SWITCHES = ("dora", "double_quant", "keep_outputs", "zero_grad_to_none")
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(_COUNTS, (int, "a whole number")),
     **dict.fromkeys(_SWITCHES, (bool, "true or false")),
@@ -294,7 +295,7 @@ class _Resolver:
         options = self.options
         if method is not Method.QLORA and options.quantization in (None, "none"):
             for name in ("double_quant", "kbit_preparation"):
-                if getattr(options, name):
+                if getattr(options, name) not in (None, False, "none"):
                     raise InputError(
                         f"`{as_option(name)}` needs a quantised base",
                         hint="`--method qlora` or `--quantization nf4`",
@@ -310,7 +311,12 @@ class _Resolver:
         return Quantization(
             format=chosen,
             double_quant=self.take("double-quant", options.double_quant, wazn=four_bits),
-            kbit_preparation=self.take("kbit-preparation", options.kbit_preparation, wazn=True),
+            kbit_preparation=self.choose(
+                "kbit-preparation",
+                options.kbit_preparation,
+                {item.value: item for item in KbitPreparation},
+                wazn="peft",
+            ),
             experts=not self.habits.fused_experts,
             keeps_input=four_bits and self.habits.keeps_quantized_input,
         )
@@ -359,7 +365,10 @@ class _Resolver:
             return False
         return (
             self.habits.inputs_require_grad
-            or (quantization is not None and quantization.kbit_preparation)
+            or (
+                quantization is not None
+                and quantization.kbit_preparation is not KbitPreparation.NONE
+            )
             or checkpointing is Checkpointing.FULL_REENTRANT
         )
 

@@ -60,8 +60,8 @@ NOTES = {
         "bitsandbytes replaces linear layers only; the experts are stacked parameters here and are held as {dtype}."
     ),
     "kbit-preparation": (
-        "PEFT's k-bit preparation turns what is not quantised (embeddings, norms, head) into float32; "
-        "--no-kbit-preparation is without it."
+        "K-bit preparation as {helper} does it turns what is not quantised into float32; "
+        "--kbit-preparation none is without it, `trl` leaves embeddings and head."
     ),
     "target-unmatched": "The target `{target}` matches no module; PEFT ignores it, and so was it here.",
 }

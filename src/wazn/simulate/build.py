@@ -21,7 +21,7 @@ from wazn.model.spec import (
     Norm,
     NormKind,
 )
-from wazn.recipe import QuantizationFormat, Recipe
+from wazn.recipe import KbitPreparation, QuantizationFormat, Recipe
 from wazn.simulate.attention import Attended, AttentionModule
 from wazn.simulate.attention_older import OLDER_ATTENTION
 from wazn.simulate.attention_own import OWN_ATTENTION
@@ -107,7 +107,7 @@ def load(
     weights = Weights()
     for item in outer.before:
         is_outer_trained = trained.outside_layers(item.name)
-        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype)
+        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype(item.group))
     by_layer: list[Weights] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
@@ -116,7 +116,7 @@ def load(
     tape.enter_layer(None)
     for item in outer.after:
         is_outer_trained = trained.outside_layers(item.name)
-        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype)
+        store.weight(weights, item, quantised_outside, is_outer_trained, store.dtype(item.group))
     adapters: list[dict[str, Parameter]] = []
     for index, layer in enumerate(spec.layers):
         tape.enter_layer(index)
@@ -179,6 +179,10 @@ def _quantised(
     )
 
 
+# names with `lm_head`, `embed_tokens`, `wte` or `wpe` (trl 0.13, trainer/utils.py, peft_module_casting_to_bf16)
+_PUT_BACK_BY_TRL = (Group.EMBEDDING, Group.POSITION, Group.HEAD)
+
+
 class _Store:
     """Allocates weights as a recipe keeps them."""
 
@@ -186,9 +190,16 @@ class _Store:
         self.tape = tape
         self.recipe = recipe
         self.quantization = recipe.quantization
-        raised = recipe.quantization is not None and recipe.quantization.kbit_preparation
-        # peft's helper raises all that is not quantised, fused experts included
-        self.dtype = FLOAT32 if raised else recipe.precision.weight_dtype
+        self.preparation = KbitPreparation.NONE
+        if recipe.quantization is not None:
+            self.preparation = recipe.quantization.kbit_preparation
+
+    def dtype(self, group: Group) -> Dtype:
+        """Return the type of what is not quantised, fused experts included."""
+        kept = self.preparation is KbitPreparation.NONE or (
+            self.preparation is KbitPreparation.TRL and group in _PUT_BACK_BY_TRL
+        )
+        return self.recipe.precision.weight_dtype if kept else FLOAT32
 
     def layer(
         self, layer: LayerSpec, quantised: QuantisedNames, is_trained: Callable[[str], bool]
@@ -197,7 +208,9 @@ class _Store:
         weights, moe = Weights(), layer.mlp
         router_in_fp32 = isinstance(moe, MoeSpec) and moe.flavour in IN_FP32
         for item in layer_parameters(layer, fused_experts=self.recipe.fused_experts):
-            dtype = FLOAT32 if router_in_fp32 and item.group is Group.ROUTER else self.dtype
+            dtype = (
+                FLOAT32 if router_in_fp32 and item.group is Group.ROUTER else self.dtype(item.group)
+            )
             self.weight(weights, item, quantised, is_trained(item.name), dtype)
         if isinstance(moe, MoeSpec) and moe.flavour in HAS_CORRECTION_BUFFER:
             weights.buffers["correction"] = self.tape.new_tagged(

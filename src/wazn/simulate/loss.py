@@ -135,9 +135,10 @@ def _loss_function(
     if program.upcast is not Upcast.NONE:
         logits = to(tape, logits, FLOAT32)
     if program.shift is Shift.PAD_LABELS:
-        padded = tape.new(labels.numel + micro_batch, INT64)  # noqa: F841 - alive until the function returns
-        labels = tape.new(labels.numel, INT64)
-        return cross_entropy(tape, logits, labels)
+        # both live until the function returns; with one sample the shifted labels are a view
+        padded = tape.new(labels.numel + micro_batch, INT64)
+        shifted_labels = padded if micro_batch == 1 else tape.new(labels.numel, INT64)
+        return cross_entropy(tape, logits, shifted_labels)
     shifted, shifted_labels = _shift(tape, logits, labels, micro_batch)
     return cross_entropy(tape, shifted, shifted_labels)
 
