@@ -109,11 +109,11 @@ def _run_node(tape: Tape, node: Node, ready: list[Node]) -> None:
     saved = [_unpack(item) for item in node.saved]
     tape.label = node.label
     outputs = list(node.backward(*gradients))
+    del saved  # a local of the formula: what checkpointing computed again dies with it
     for number, edge in enumerate(node.edges):
         outputs[number] = None if edge is None else _validate(tape, outputs[number], edge)
     del gradients
     node.backward, node.saved = None, ()
-    del saved
     for number, edge in enumerate(node.edges):
         if edge is None:
             continue
