@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import wazn
@@ -91,3 +93,11 @@ def test_what_would_help_is_written_as_one_would_type_it(full: Estimate) -> None
     )
     text = as_text(full, (change,), Style())
     assert "  --micro-batch 2 --grad-accum 4  saves 2.00 GiB, fits\n" in text
+
+
+def test_a_folder_s_name_never_commands_the_terminal(full: Estimate) -> None:
+    """Escape sequences and line breaks in names (of folders, of targets) are written out."""
+    hostile = replace(full, model=replace(full.model, id="a\x1b[31m\nb\u202ec"))
+    text = as_text(hostile, (), Style())
+    assert r"a\x1b[31m\nb\u202ec: " in text
+    assert "\x1b" not in text

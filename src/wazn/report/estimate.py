@@ -12,6 +12,7 @@ from typing import NamedTuple
 from wazn.estimation.answer import Estimate, Verdict
 from wazn.estimation.changes import Change
 from wazn.estimation.options import PRECISIONS, as_option
+from wazn.model.fields import printable
 from wazn.recipe import Checkpointing, Precision, Recipe
 from wazn.report.notes import note_text
 from wazn.timeline.events import Phase
@@ -23,6 +24,7 @@ _WIDEST = 100
 _LABEL = 18
 _SIZE = 11
 _NARROWEST_BAR = 10
+_LONGEST_NAME = 500
 _SMALLEST_PART = 200  # what holds less than a two hundredth has no line of its own
 
 
@@ -124,7 +126,7 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     model, recipe = answer.model, answer.recipe
     share = format_ratio(model.num_trainable_parameters * 100, model.num_parameters, digits=2)
     yield from _wrapped(
-        f"{model.id}: {_count(model.num_parameters)} parameters, "
+        f"{printable(model.id, longest=_LONGEST_NAME)}: {_count(model.num_parameters)} parameters, "
         f"{_count(model.num_trainable_parameters)} trained ({share} %)",
         style,
     )
@@ -132,12 +134,13 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     if recipe.adapter is not None:
         adapter = recipe.adapter
         method += f", {'DoRA ' if adapter.dora else ''}rank {adapter.rank} on "
-        method += ",".join(adapter.targets)
+        method += printable(",".join(adapter.targets), longest=_LONGEST_NAME)
         method += f", dropout {adapter.dropout:g}" if adapter.dropout else ""
         saved = ",".join(adapter.modules_to_save)
         method += f", {saved} trained whole" if saved else ""
     for word, patterns in (("training", recipe.trainable), ("freezing", recipe.freeze)):
-        method += f", {word} {','.join(patterns)}" if patterns else ""
+        names = printable(",".join(patterns), longest=_LONGEST_NAME)
+        method += f", {word} {names}" if patterns else ""
     accumulation = f" x {recipe.grad_accum} micro-batches" if recipe.grad_accum > 1 else ""
     yield from _wrapped(
         f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "

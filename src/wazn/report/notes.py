@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from wazn.facts.notes import Note
+from wazn.model.fields import printable
 from wazn.units import format_size
 
 __all__ = ["NOTES", "note_text"]
 
+_LONGEST_VALUE = 2000
 NOTES = {
     # look-ups
     "gpu-is-a-size": (
@@ -74,7 +76,7 @@ def note_text(note: Note) -> str:
         if name.endswith("bytes")
         else f"{value:,}"
         if isinstance(value, int)
-        else value
+        else printable(str(value), longest=_LONGEST_VALUE)
         for name, value in note.params.items()
     }
     return NOTES[note.code].format_map(params)
