@@ -58,3 +58,20 @@ def test_habits_hold_where_backward_computes_again() -> None:
         )
         assert trace.saved_bytes == 0
         assert MASK_BYTES in trace.changes("backward")
+
+
+def test_masks_are_built_under_vmap() -> None:
+    """transformers 5 builds masks from functions of one position; 5.10's `and_mask` asks for their device.
+
+    By pencil: 4 x 8 truth values; nothing is copied by `.to` a device where the tensor is.
+    """
+
+    def mask(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        def one(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            is_seen = key <= query
+            return is_seen.to(is_seen.device)
+
+        return torch.vmap(torch.vmap(one, (None, 0)), (0, None))(queries, keys)
+
+    trace = measure_op(mask, Spec((4,), "int64"), Spec((8,), "int64"), train_mode=False)
+    assert trace.changes("forward") == [4 * 8]

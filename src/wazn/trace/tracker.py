@@ -170,7 +170,9 @@ class StorageTracker(TorchDispatchMode):
             self._host.add(storage._cdata)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Say whether the tensor was declared to live in host memory."""
+        """Say whether the tensor was declared to live in host memory; of a batch of vmap, what it wraps."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()._cdata in self._host
 
     def take(self, num_bytes: int, *, op: str) -> int:
