@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, product
 from typing import Any
 
@@ -289,13 +290,18 @@ def chosen_by_tensors(dtype: str) -> list[str]:
     from wazn.trace.attention import choose_sdpa_kernel as choose
     from wazn.trace.world import World
 
+    @cache
+    def made(heads: Heads, needs_gradient: bool) -> tuple[Any, Any, Any]:
+        real = heads.real(*(tensor.make().detach() for tensor in heads.projected))
+        q, k, v = (tensor.requires_grad_(needs_gradient) for tensor in real)
+        return q, k, v
+
     chosen = []
     with World():
+        additive = torch.empty((2, 1, 16, 16), dtype=getattr(torch, dtype))
         for choice in choices(dtype):
-            made = (tensor.make().detach() for tensor in choice.heads.projected)
-            real = choice.heads.real(*made)
-            q, k, v = (tensor.requires_grad_(choice.needs_gradient) for tensor in real)
-            mask = torch.empty((2, 1, 16, 16), dtype=q.dtype) if choice.masked else None
+            q, k, v = made(choice.heads, choice.needs_gradient)
+            mask = additive if choice.masked else None
             kernel = choose(
                 q,
                 k,
