@@ -183,7 +183,10 @@ def test_quantised_inputs_that_are_kept() -> None:
 @pytest.mark.parametrize("version", ["4.40", "4.42", "4.45", "4.48", "4.52", "4.55", "4.57"])
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL_REENTRANT])
-def test_repetition_is_exact(version: str, method: Method, checkpointing: Checkpointing) -> None:
+@pytest.mark.parametrize("inputs_require_grad", [True, False])
+def test_repetition_is_exact(
+    version: str, method: Method, checkpointing: Checkpointing, inputs_require_grad: bool
+) -> None:
     """What older releases hold across layers is repeated as a run of every layer and micro-batch has it."""
     spec = read_config(
         {**LLAMA, "model_type": "mistral", "num_hidden_layers": 7, "sliding_window": 16},
@@ -207,7 +210,7 @@ def test_repetition_is_exact(version: str, method: Method, checkpointing: Checkp
         seq_len=S,
         grad_accum=3,
         checkpointing=checkpointing,
-        inputs_require_grad=method is not Method.FULL,
+        inputs_require_grad=inputs_require_grad or checkpointing is not Checkpointing.NONE,
         precision=replace(BF16, autocast_dtype=BFLOAT16),
         stack="hf@" + version,
     )

@@ -94,7 +94,9 @@ def run_backward(tape: Tape, root: Tensor, gradient: Tensor) -> None:
     del node
     while ready:
         _run_node(tape, heappop(ready), ready)
-    tape._contexts.clear()
+    while tape._contexts:  # each in its layer, so that layers are alike in this too
+        tape.enter_layer(tape._contexts[-1][0])
+        tape._contexts.pop()
 
 
 def _run_node(tape: Tape, node: Node, ready: list[Node]) -> None:

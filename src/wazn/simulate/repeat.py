@@ -177,6 +177,8 @@ class _Expansion:
         ):
             if {block_id + shift for block_id in freed.get(mine, ())} != freed.get(theirs, set()):
                 raise NotRepeatable
+        if any(there == 0 and abs(here) > 1 for here, there in freed):
+            raise NotRepeatable  # a layer outside the repetitions frees of one of them only
 
     def _repetition(self, layer: int) -> int:
         """-1, 0 or 1 for a layer of the first, the middle or the last repetition; further off for the others."""

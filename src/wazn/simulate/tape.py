@@ -43,7 +43,7 @@ class Tape:
         self.phase = Phase.LOAD
         self.copies: dict[int | None, int] = {}
         self._autocast_cache: dict[int, Tensor] | None = None
-        self._contexts: list[object] = []
+        self._contexts: list[tuple[int | None, object]] = []
         self._packing: Frame | None = None
         self._recomputing: Frame | None = None
         self._sequence = 0
@@ -203,7 +203,7 @@ class Tape:
             if isinstance(attribute, Tensor):
                 self._mark_saved(attribute)
                 attribute = attribute.detach()
-            self._contexts.append(attribute)
+            self._contexts.append((self.layer, attribute))
 
     def _mark_saved(self, tensor: Tensor) -> None:
         storage = tensor.storage
