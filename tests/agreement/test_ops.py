@@ -85,6 +85,21 @@ def test_op(name: str) -> None:
     assert_agree(measure_op(real, *specs), run_on_tape(contract, *specs))
 
 
+@pytest.mark.parametrize("num_rows", [320, 9000])
+@pytest.mark.parametrize("seq_len", [512, 4096])
+def test_embedding(seq_len: int, num_rows: int) -> None:
+    """Looking rows up, and the gradient of the table: in buffers by segment above 3,072 tokens."""
+    table, tokens = Spec((num_rows, 64), requires_grad=True), Spec((1, seq_len), "int64")
+
+    def contract(tape: Tape, weight: Tensor, indices: Tensor) -> Tensor:
+        return ops.embedding(tape, weight, indices, size=64)
+
+    def real(weight: Any, indices: Any) -> Any:
+        return F.embedding(indices, weight)
+
+    assert_agree(measure_op(real, table, tokens), run_on_tape(contract, table, tokens))
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seq_len", [128, 200])

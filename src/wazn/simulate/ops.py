@@ -60,6 +60,9 @@ __all__ = [
     "where",
 ]
 
+_MOST_TOKENS_WITHOUT_SORTING = 3072
+_ROWS_PER_THREAD = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
+
 
 def promote(a: Dtype, b: Dtype) -> Dtype:
     """Return the type of an elementwise result of two floating-point tensors."""
@@ -533,12 +536,27 @@ def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
 
 
 def embedding(tape: Tape, weight: Tensor, indices: Tensor, *, size: int) -> Tensor:
-    """Look rows up; saves the indices; backward is a dense gradient of the table's size."""
+    """Look rows up; saves the indices; backward is a dense gradient of the table's size.
+
+    Above 3,072 tokens the gradients of equal tokens are summed in fp32, by segments of the sorted tokens, in buffers that
+    have a size for the worst case. Source: `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and
+    `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
+    """
     saved = tape.save(indices if weight.requires_grad else None)
-    numel_weight = weight.numel
+    numel_weight, num_tokens = weight.numel, indices.numel
 
     def backward(gradient: Tensor) -> tuple[Tensor]:
-        return (tape.new(numel_weight, gradient.dtype),)
+        if num_tokens <= _MOST_TOKENS_WITHOUT_SORTING:
+            return (tape.new(numel_weight, gradient.dtype),)
+        order = [tape.new(num_tokens, INT64) for _ in ("sorted tokens", "original positions")]
+        result = tape.new(numel_weight, gradient.dtype)
+        num_segments = min(num_tokens, numel_weight // size)
+        num_partials = num_tokens // _ROWS_PER_THREAD + num_segments
+        counts = (num_tokens, 1, num_segments, num_segments, 1, num_partials)
+        segments = [tape.new(count, INT64) for count in counts]
+        partial_sums = tape.new(num_partials * size, FLOAT32)
+        del partial_sums, segments, order
+        return (result,)
 
     out = tape.new(indices.numel * size, weight.dtype)
     return tape.record(out, (weight,), saved, backward)

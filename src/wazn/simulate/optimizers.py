@@ -19,6 +19,7 @@ from wazn.units import ceil_div
 
 __all__ = ["OptimizerModule", "clip_gradients", "make_optimizer"]
 
+_CHUNK_ELEMENTS = 65536
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -402,22 +403,27 @@ def make_optimizer(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) 
 
 
 def clip_gradients(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
-    """torch.nn.utils.clip_grad_norm_ with foreach: a norm per gradient, the norm of norms, a factor.
+    """torch.nn.utils.clip_grad_norm_ with foreach: a norm per chunk and gradient, the norm of norms, a factor.
 
-    Source: torch/nn/utils/clip_grad.py, `_get_total_norm` and `_clip_grads_with_norm_`.
+    Source: torch/nn/utils/clip_grad.py, `_get_total_norm` and `_clip_grads_with_norm_`; `foreach_tensor_norm_cuda` in
+    aten/src/ATen/native/cuda/ForeachReduceOp.cu.
     """
     if recipe.max_grad_norm is None:
         return
     tape.enter(Phase.CLIP)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
+    num_tensors = sum(tape.copies.get(parameter.layer, 1) for parameter in trained)
+    tape.label = "norm"
+    most_chunks = max((ceil_div(p.numel, _CHUNK_ELEMENTS) for p in trained), default=0)
+    of_chunks = tape.new(num_tensors * most_chunks, FLOAT32)
     norms = []
     for parameter in trained:
         tape.enter_layer(parameter.layer)
         assert parameter.grad is not None
         norms.append(tape.new_tagged(1, parameter.grad.dtype, Category.TEMPORARY, "norm"))
     tape.enter_layer(None)
-    tape.label = "norm"
-    stacked = tape.new(sum(tape.copies.get(p.layer, 1) for p in trained), FLOAT32)
+    del of_chunks
+    stacked = tape.new(num_tensors, FLOAT32)
     total = tape.new(1, FLOAT32)
     del stacked, total
     release(tape, trained, norms)
