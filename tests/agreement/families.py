@@ -206,3 +206,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm": {"model_type": "glm", **_LLAMA, "head_dim": 64},
     "glm4": {"model_type": "glm4", **_LLAMA, "head_dim": 64},
 }
+
+_ROUTED: dict[str, Any] = {**_LLAMA, "head_dim": 64, "num_experts_per_tok": 2}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_ROUTED,
+        "num_local_experts": 8,
+        "sliding_window": 128,
+    },
+    "mixtral": {"model_type": "mixtral", **_ROUTED, "num_local_experts": 8},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_ROUTED,
+        "num_experts": 8,
+        "moe_intermediate_size": 64,
+    },
+    "olmoe": {"model_type": "olmoe", **_ROUTED, "num_experts": 8},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_ROUTED,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 0,
+    },
+}

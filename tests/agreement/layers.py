@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.agreement.compare import DTYPES, TapeTrace, leaf, run_on_tape
 from tests.recipes import BF16, make_recipe
+from wazn.dtypes import INT64
 from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
 from wazn.recipe import Attention, Method
 from wazn.simulate.build import load
 from wazn.simulate.context import Context
+from wazn.simulate.forward import layers_take_positions
 from wazn.simulate.tables import make_masks, make_rotary_tables
-from wazn.simulate.trained import Trained
 from wazn.simulate.tape import Tape, Tensor
-from wazn.trace.opcheck import OpTrace, Spec, measure_op
-from wazn.trace.world import World
+from wazn.simulate.trained import Trained
+from wazn.trace.specs import OpTrace, Spec
+
+if TYPE_CHECKING:
+    from wazn.trace.world import World
 
 BATCH, LENGTH = 2, 256
 
@@ -49,6 +53,8 @@ class RealLayer:
     def _capture(self, shape: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         import torch
 
+        from wazn.trace.tracker import DEVICE
+
         self._world.materialise(self._model)
         layer = self._model.get_submodule(self._prefix.rstrip("."))
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -58,8 +64,8 @@ class RealLayer:
 
         handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
         with torch.no_grad():
-            inputs = torch.empty(shape[:2], dtype=torch.int64, device="cpu")
-            ones = torch.ones(shape[:2], dtype=torch.int64, device="cpu")
+            inputs = torch.empty(shape[:2], dtype=torch.int64, device=DEVICE)
+            ones = torch.ones(shape[:2], dtype=torch.int64, device=DEVICE)
             self._model.base_model(input_ids=inputs, attention_mask=ones, use_cache=False)
         handle.remove()
         self._model = None
@@ -92,10 +98,16 @@ def real_layer(
     autocast: str | None = None,
 ) -> OpTrace:
     """Measure the real layer."""
+    from wazn.trace.flash_attn import flash_attn_stand_in
+    from wazn.trace.opcheck import measure_op
+    from wazn.trace.world import World
+
     world = World()
-    layer = RealLayer(world, config, index=index, dtype=dtype, attention=attention, trained=trained)
+    named = "flash_attention_2" if attention == "flash" else attention
     x = Spec((batch, length, _hidden_size(config)), dtype, requires_grad=True)
-    return measure_op(layer, x, world=world, autocast=autocast)
+    with flash_attn_stand_in():
+        layer = RealLayer(world, config, index=index, dtype=dtype, attention=named, trained=trained)
+        return measure_op(layer, x, world=world, autocast=autocast)
 
 
 def _hidden_size(config: dict[str, Any]) -> int:
@@ -135,13 +147,17 @@ def tape_layer(
         hidden = leaf(tape, Spec((batch, length, spec.hidden_size), dtype))
         make_masks(context, spec, hidden.dtype)
         make_rotary_tables(context, spec, hidden.dtype)
+        if layers_take_positions(spec):
+            context.position_ids = tape.new(length, INT64)
         trainable = Trained(spec, how)
         model = load(tape, spec, how, frozenset(), trainable, range(spec.num_layers))
         return context, model.layers[index]
 
     def run(tape: Tape, prepared: Any, x: Tensor) -> Tensor:
         context, layer = prepared
-        return layer(context, x)
+        out = layer(context, x)
+        context.layer_weights[0] = None
+        return out
 
     x = Spec((batch, length, spec.hidden_size), dtype, requires_grad=True)
     return run_on_tape(
