@@ -270,3 +270,11 @@ def test_modules_that_are_trained_whole() -> None:
     answer = wazn.estimate("llama-3.1-8b", modules_to_save="embed_tokens")
     assert answer.model.num_trainable_parameters == 41_943_040 + 128_256 * 4096
     assert answer.resident.adapter_bytes == 4 * 41_943_040 + 2 * 128_256 * 4096
+
+
+def test_the_flash_package_takes_no_fp32() -> None:
+    """flash-attn stops with "only support fp16 and bf16 data type": under autocast the queries are half, else not."""
+    with pytest.raises(InputError, match="takes fp16 and bf16 only") as caught:
+        wazn.estimate("qwen2.5-0.5b", attention="flash", precision="fp32")
+    assert "--attention sdpa" in str(caught.value.hint)
+    wazn.estimate("qwen2.5-0.5b", attention="flash", precision="bf16-mixed")

@@ -152,3 +152,11 @@ def test_k_bit_preparation_can_be_left_out() -> None:
     assert without.quantization.kbit_preparation is KbitPreparation.NONE
     with pytest.raises(InputError, match="`--kbit-preparation` needs a quantised base"):
         recipe(kbit_preparation="trl")
+
+
+@pytest.mark.parametrize("name", ["rank", "lora_dropout"])
+def test_a_nought_for_adapters_is_still_for_adapters(name: str) -> None:
+    """`--method full --rank 0` contradicts itself as much as `--rank 8` does."""
+    options = Options(**{"method": "full", name: 0})
+    with pytest.raises(InputError, match="is for `--method lora`"):
+        resolve(options, resolve_stack("hf", family="llama"))

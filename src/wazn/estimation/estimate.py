@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
+from wazn.dtypes import FLOAT32
 from wazn.errors import InputError, Unsupported
 from wazn.estimation.answer import (
     Batch,
@@ -239,11 +240,18 @@ def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def _refuse_what_the_class_has_not(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises: InputError for flash attention where the class refuses it; Unsupported where its code was not read."""
+    """Raises: InputError where the class or the flash package refuses; Unsupported where its code was not read."""
     if recipe.attention is Attention.FLASH and spec.family in _WITHOUT_FLASH:
         raise InputError(
             f"`--attention flash`: `{spec.family}` has none in transformers",
             hint="`--attention eager`",
+        )
+    computed = recipe.precision.autocast_dtype or recipe.precision.weight_dtype
+    if recipe.attention is Attention.FLASH and computed is FLOAT32:
+        # "FlashAttention only support fp16 and bf16 data type" (flash-attn, csrc/flash_attn/flash_api.cpp)
+        raise InputError(
+            "`--attention flash`: the flash-attn package takes fp16 and bf16 only, found fp32",
+            hint="`--precision bf16-mixed`, or `--attention sdpa`",
         )
     for layer in {id(layer): layer for layer in spec.layers}.values():
         attention = layer.attention

@@ -269,7 +269,8 @@ class _Resolver:
         options = self.options
         if method not in (Method.LORA, Method.QLORA):
             for name in (*_OF_ADAPTERS, "adapter_dtype"):
-                if getattr(options, name) not in (None, False):
+                value = getattr(options, name)
+                if value is not None and value is not False:  # `in` would take a 0 for False
                     raise InputError(
                         f"`{as_option(name)}` is for `--method lora` and `--method qlora`, "
                         f"found `--method {method}`"
