@@ -8,6 +8,7 @@ latent attention in `latent_attention`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from wazn.dtypes import BOOL, FLOAT32, INT64
 from wazn.errors import Unsupported
@@ -124,13 +125,11 @@ class AttentionModule:
         if spec.rotary_code == "chatglm" and num_kv_heads < spec.num_heads:
             key, value, num_kv_heads = self._repeated(tape, key, value)
         tape.label = "attention"
-        out, weights = attend(
+        core = partial(
+            attend,
             context,
             spec,
-            query,
-            key,
-            value,
-            Shape(
+            shape=Shape(
                 context.micro_batch,
                 context.seq_len,
                 spec.num_heads,
@@ -142,6 +141,11 @@ class AttentionModule:
             layout=layout,
             sinks=self.sinks,
         )
+        if context.checkpoint_attention:
+            # Megatron's selective recomputation: core_attention is a checkpointed call, whose inputs are kept
+            out, weights = tape.checkpoint(lambda *heads: core(*heads)[0], query, key, value), None
+        else:
+            out, weights = core(query, key, value)
         out = self.output(tape, out)
         tape.label = "attention.dropout"
         out = dropout(tape, out, spec.output_dropout)

@@ -103,9 +103,15 @@ def sdpa_flash(
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     saved = tape.save(query, key, value) if needs else ()
     dtype = query.dtype
-    out = tape.new(query.numel, dtype)
-    logsumexp = tape.new(shape.num_rows, FLOAT32)
-    random_seed, random_offset = tape.new(2, INT64), tape.new(1, INT64)
+    numel = query.numel
+    out, logsumexp, random_seed, random_offset = tape.results(
+        lambda: (
+            tape.new(numel, dtype),
+            tape.new(shape.num_rows, FLOAT32),
+            tape.new(2, INT64),
+            tape.new(1, INT64),
+        )
+    )
     if needs:
         saved += tape.save_result(out) + tape.save(logsumexp, random_seed, random_offset)
     numel_query, numel_key, numel_value = query.numel, key.numel, value.numel
@@ -201,10 +207,15 @@ def sdpa_efficient(
     saved = tape.save(query, key, value, bias) if needs else ()
     dtype = query.dtype
     rows = shape.micro_batch * shape.num_heads
-    out = tape.new(shape.num_rows * shape.value_dim, dtype)
-    logsumexp = tape.new(rows * round_up(shape.seq_len, 32) if needs else 0, FLOAT32)
-    if dtype.itemsize == 2 and shape.value_dim > 128:  # kNeedsOutputAccumulatorBuffer
-        tape.new(out.numel, FLOAT32)
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = tape.new(shape.num_rows * shape.value_dim, dtype)
+        logsumexp = tape.new(rows * round_up(shape.seq_len, 32) if needs else 0, FLOAT32)
+        if dtype.itemsize == 2 and shape.value_dim > 128:  # kNeedsOutputAccumulatorBuffer
+            tape.new(out.numel, FLOAT32)
+        return out, logsumexp
+
+    out, logsumexp = tape.results(results)
     if needs:
         saved += tape.save_result(out) + tape.save(logsumexp, SCALAR, SCALAR)
     numel_query, numel_key, numel_value = query.numel, key.numel, value.numel

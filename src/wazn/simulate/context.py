@@ -33,6 +33,7 @@ class Context:
     position_ids: kept by the calls of the layers that are handed them.
     layer_tables: makes cos and sin for one layer, where each has its own.
     cache: keys and values of every layer with their layer, which the model's outputs hold; None where none are kept.
+    checkpoint_attention: the attention function keeps its inputs only and is run again in backward.
     """
 
     tape: Tape
@@ -51,6 +52,7 @@ class Context:
     position_ids: Tensor | None = None
     layer_tables: Callable[[Context], tuple[Tensor, Tensor]] | None = None
     cache: list[tuple[int | None, Tensor, Tensor]] | None = None
+    checkpoint_attention: bool = False
 
     @property
     def num_tokens(self) -> int:

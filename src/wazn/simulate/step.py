@@ -276,6 +276,7 @@ class _Run:
             attention=recipe.attention,
             capability=self.setup.capability,
             cache=[] if keeps_cache else None,
+            checkpoint_attention=recipe.checkpointing is Checkpointing.SELECTIVE_ATTENTION,
         )
         with tape.autocast(recipe.precision.autocast_dtype):
             hidden = hidden_states(tape, self.model, recipe, context, input_ids)
