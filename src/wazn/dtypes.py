@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from wazn.errors import InputError
 
-__all__ = ["BFLOAT16", "BOOL", "FLOAT16", "FLOAT32", "INT8", "INT64", "UINT8", "Dtype", "parse_dtype"]
+__all__ = [
+    "BFLOAT16",
+    "BOOL",
+    "FLOAT16",
+    "FLOAT32",
+    "INT8",
+    "INT64",
+    "UINT8",
+    "Dtype",
+    "parse_dtype",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What is trained and how: a run, resolved, with no default left open.
 
-A `Recipe` holds choices, not arithmetic. `wazn.estimate` makes one out of what a person said, what the training stack does
-by habit and what wazn assumes; whoever reads a recipe reads the answer to every such question.
+A `Recipe` holds choices, not arithmetic. `wazn.estimate` makes one out of what a person said, what the training stack
+does by habit and what wazn assumes; whoever reads a recipe reads the answer to every such question.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class Recipe:
     inputs_require_grad: the embedding's output is made to require a gradient (`enable_input_require_grads`): reentrant
     checkpointing of a frozen base needs it.
     keep_outputs: the loop keeps what the model returned, logits among it, until backward is done; Trainer does not.
-    zero_grad_set_to_none: gradients are let go of after the optimizer step, as PyTorch does by default, not filled with zeros.
+    zero_grad_set_to_none: gradients are let go of after the optimizer step, as PyTorch does by default, not filled with
+        zeros.
     """
 
     method: Method

@@ -103,7 +103,7 @@ def allocations(changes: list[int]) -> list[int]:
 
 
 def assert_agree(real: OpTrace | Seen, tape: TapeTrace) -> None:
-    """The contract and the op allocate the same sizes in the same order, with the same levels and peaks, to the byte."""
+    """The contract and the op allocate the same sizes in the same order and have the same levels, to the byte."""
     for phase in ("forward", "backward"):
         assert allocations(tape.changes[phase]) == allocations(real.changes(phase)), phase
     assert tape.kept_bytes == real.kept_bytes

@@ -76,7 +76,7 @@ def test_attention_alone() -> None:
 
 
 def test_selective_attention_keeps_no_scores() -> None:
-    """With eager attention the scores, [B, h, S, S] in each of 3 layers, are not kept: Megatron's selective recomputation.
+    """With eager attention the scores, [B, h, S, S] in each of 3 layers, are not kept, as in Megatron.
 
     Without it a layer keeps the probabilities in fp32 and their copy in 16 bits, 6 bytes a score; with it, its inputs,
     that is, nothing that it would not keep anyway but the copies of the repeated keys and values.

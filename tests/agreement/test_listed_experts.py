@@ -19,8 +19,8 @@ from wazn.model.config import read_config
 from wazn.model.spec import Activation, Linear, MlpSpec, MoeSpec
 from wazn.recipe import (
     Adapter,
-    KbitPreparation,
     Checkpointing,
+    KbitPreparation,
     Method,
     Quantization,
     QuantizationFormat,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from wazn.errors import Unsupported
 from wazn.recipe import Checkpointing, Recipe
 from wazn.simulate.blocks import LayerModule
 from wazn.simulate.context import Context

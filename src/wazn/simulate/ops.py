@@ -402,7 +402,8 @@ def linear(
     # the caller's argument lives until the call returns, as does its cast
     cast_x, cast_weight = x, weight
     if tape.autocast_dtype is not None:
-        # the last argument is cast first: the compiler evaluates linear(x, weight, bias) and addmm(bias, x, weight) from the right
+        # the last argument is cast first: the compiler evaluates linear(x, weight, bias) and
+        # addmm(bias, x, weight) from the right
         if bias is not None and not conv1d:
             bias = autocast(tape, bias)
         cast_weight = autocast(tape, weight)
@@ -538,9 +539,9 @@ def dropout(tape: Tape, x: Tensor, probability: float) -> Tensor:
 def embedding(tape: Tape, weight: Tensor, indices: Tensor, *, size: int) -> Tensor:
     """Look rows up; saves the indices; backward is a dense gradient of the table's size.
 
-    Above 3,072 tokens the gradients of equal tokens are summed in fp32, by segments of the sorted tokens, in buffers that
-    have a size for the worst case. Source: `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and
-    `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
+    Above 3,072 tokens the gradients of equal tokens are summed in fp32, by segments of the sorted tokens, in buffers
+    that have a size for the worst case. Source: `embedding_dense_backward_cuda` in
+    aten/src/ATen/native/cuda/Embedding.cu and `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
     """
     saved = tape.save(indices if weight.requires_grad else None)
     numel_weight, num_tokens = weight.numel, indices.numel

@@ -85,7 +85,7 @@ class _Base:
 
 
 class AdamW(_Base):
-    """torch.optim.AdamW: two states. foreach: the square roots of a group's second moments, for a moment; fused: nothing.
+    """torch.optim.AdamW: two states; with foreach the square roots of a group's second moments, for a moment.
 
     Source: torch/optim/adam.py: `_init_group` (the step counts are on the GPU only where fused), `_multi_tensor_adam`
     (`exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)`), `_fused_adam`.
@@ -262,8 +262,8 @@ class Lion8bit(Bitsandbytes):
 class Adafactor(_Base):
     """transformers.Adafactor as Trainer makes it: factored second moments in fp32, no first moment, no weight decay.
 
-    Parameter by parameter, with fp32 copies of gradient and weight where they are in 16 bits. The locals of the real loop
-    live on into the next parameter's turn, until they are bound again.
+    Parameter by parameter, with fp32 copies of gradient and weight where they are in 16 bits. The locals of the real
+    loop live on into the next parameter's turn, until they are bound again.
     Source: transformers 5.24, optimization.py, `Adafactor.step`.
     """
 

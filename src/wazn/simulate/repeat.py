@@ -1,8 +1,9 @@
 """Equal layers are run three times, not a hundred times.
 
-A stack of layers is: a prefix, a block of `period` layers that is repeated, a suffix. Only the first, one middle and the last
-repetition of the block are run. The middle one's events, with the identities of its blocks moved up or down by whole layers, are
-what all the others do. The result is exact, not an extrapolation: tests compare it with a run of every layer.
+A stack of layers is: a prefix, a block of `period` layers that is repeated, a suffix. Only the first, one middle and
+the last repetition of the block are run. The middle one's events, with the identities of its blocks moved up or down by
+whole layers, are what all the others do. The result is exact, not an extrapolation: tests compare it with a run of
+every layer.
 """
 
 from __future__ import annotations
