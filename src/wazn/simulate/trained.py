@@ -17,7 +17,7 @@ class Trained:
     """Answers for every weight of a model whether it is trained.
 
     Full fine-tuning trains all, adapters none of them. With `freeze`, a weight is trained whose full name matches one
-    of the `trainable` patterns (all, if there are none) and none of the `freeze` patterns; patterns are those of fnmatch.
+    of the `trainable` patterns (all, if there are none) and none of the `freeze` patterns, in the language of fnmatch.
 
     Raises: InputError where a pattern matches no weight, or nothing is left to train.
     """
