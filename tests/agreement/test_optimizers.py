@@ -19,7 +19,11 @@ from tests.recipes import make_recipe  # noqa: E402
 from wazn.trace.tracker import DEVICE  # noqa: E402
 from wazn.trace.world import World  # noqa: E402
 
-SHAPES = {"mlp.up_proj.weight": (768, 512), "norm.weight": (300,), "mlp.down_proj.weight": (128, 640)}
+SHAPES = {
+    "mlp.up_proj.weight": (768, 512),
+    "norm.weight": (300,),
+    "mlp.down_proj.weight": (128, 640),
+}
 
 
 def on_tape(optimizer: Optimizer, dtype: str) -> list[list[int]]:
@@ -55,7 +59,9 @@ def for_real(make: Callable[[list[dict[str, Any]]], Any], dtype: str) -> list[li
     with World() as world:
         tensors = []
         for shape in SHAPES.values():
-            tensor = torch.nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device=DEVICE))
+            tensor = torch.nn.Parameter(
+                torch.empty(shape, dtype=getattr(torch, dtype), device=DEVICE)
+            )
             tensor.grad = torch.empty_like(tensor)
             tensors.append(tensor)
         optimizer = make(
@@ -114,6 +120,7 @@ def test_torch_optimizers(optimizer: Optimizer, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_muon(dtype: str) -> None:
     """A step of torch.optim.Muon on one matrix allocates what the tape says."""
+
     def make(groups: list[dict[str, Any]]) -> Any:
         return torch.optim.Muon([groups[0]["params"][0]])
 
@@ -173,8 +180,12 @@ def test_paged_states_are_outside() -> None:
     made = make_optimizer(
         tape,
         [
-            tape.parameter(name="a.weight", numel=200_000, dtype=DTYPES["bfloat16"], requires_grad=True),
-            tape.parameter(name="b.weight", numel=50_000, dtype=DTYPES["bfloat16"], requires_grad=True),
+            tape.parameter(
+                name="a.weight", numel=200_000, dtype=DTYPES["bfloat16"], requires_grad=True
+            ),
+            tape.parameter(
+                name="b.weight", numel=50_000, dtype=DTYPES["bfloat16"], requires_grad=True
+            ),
         ],
         make_recipe(optimizer=Optimizer.PAGED_ADAMW_8BIT),
     )
@@ -185,7 +196,7 @@ def test_paged_states_are_outside() -> None:
 def test_fused_adamw_counts_steps_on_the_gpu() -> None:
     """Fused AdamW makes a step count on the device for each tensor, and nothing for a moment (torch/optim/adam.py)."""
     first, second = on_tape(Optimizer.ADAMW_FUSED, "bfloat16")
-    assert sorted(first) == sorted([4] * 3 + [2 * n for n in (768 * 512, 300, 128 * 640) for _ in "mv"])
+    assert sorted(first) == sorted(
+        [4] * 3 + [2 * n for n in (768 * 512, 300, 128 * 640) for _ in "mv"]
+    )
     assert second == []
-
-
