@@ -317,7 +317,9 @@ def without_workspaces(segments: Sequence[Segment]) -> list[Segment]:
     """Return the segments of a later pass: its workspaces are there already."""
     kept = []
     for segment in segments:
-        if any(tag.category is Category.WORKSPACES for tag in segment.tags):
+        if segment.layer is None and any(
+            tag.category is Category.WORKSPACES for tag in segment.tags
+        ):
             rows = [
                 row
                 for row in zip(segment.block_ids, segment.sizes, segment.tags, strict=True)
@@ -339,29 +341,35 @@ class _Copies:
         self, source: Sequence[Segment], *, step: int, among: Sequence[Segment] = ()
     ) -> list[Segment]:
         """Return `among` (by default `source`) with new identities for what `source` allocates."""
-        passes = {
-            block_id // PASS
+        allocated = [
+            block_id
             for segment in source
             for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
             if size > 0
-        }
-        renamed = {number: self.next_pass + place for place, number in enumerate(sorted(passes))}
-        self.next_pass += len(renamed)
-        moves = {number: (new - number) * PASS for number, new in renamed.items()}
-        return [self._copy(segment, step, moves) for segment in (among or source)]
+        ]
+        first = min(allocated, default=0) // PASS
+        end = max(allocated, default=0) // PASS + 1
+        moved = range(first * PASS, end * PASS)
+        by = (self.next_pass - first) * PASS
+        self.next_pass += end - first
+        return [self._copy(segment, step, moved, by) for segment in (among or source)]
 
     def same(self, source: Sequence[Segment], *, step: int) -> list[Segment]:
         """Return `source` in another step, about the same blocks."""
-        return [self._copy(segment, step, {}) for segment in source]
+        return [self._copy(segment, step) for segment in source]
 
     @staticmethod
-    def _copy(segment: Segment, step: int, moves: dict[int, int]) -> Segment:
+    def _copy(segment: Segment, step: int, moved: range = range(0), by: int = 0) -> Segment:
+        low, high = moved.start, moved.stop
         return Segment(
             phase=segment.phase,
             step=step,
             layer=segment.layer,
-            block_ids=[block_id + moves.get(block_id // PASS, 0) for block_id in segment.block_ids]
-            if moves
+            block_ids=[
+                block_id + by if low <= block_id < high else block_id
+                for block_id in segment.block_ids
+            ]
+            if by
             else segment.block_ids,
             sizes=segment.sizes,
             tags=segment.tags,

@@ -119,7 +119,9 @@ class Tape:
 
     def new(self, numel: int, dtype: Dtype) -> Tensor:
         """Allocate a tensor of the current category and label."""
-        tag = self.tag(self.category, self.label)
+        tag = self._tag_cache.get((self.category, self.label)) or self.tag(
+            self.category, self.label
+        )
         return Tensor(Storage(self, numel * dtype.itemsize, tag), numel, dtype)
 
     def new_tagged(self, numel: int, dtype: Dtype, category: Category, label: str) -> Tensor:
@@ -229,12 +231,7 @@ class Tape:
         backward: Backward,
     ) -> None:
         """As `record`, for an op with several outputs."""
-        if not self.grad_enabled:
-            return
-        for tensor in inputs:
-            if tensor.requires_grad:
-                break
-        else:
+        if not (self.grad_enabled and any([x.requires_grad for x in inputs])):
             return
         self._sequence += 1
         node = Node(
@@ -242,7 +239,7 @@ class Tape:
             layer=self.layer,
             label=self.label,
             category=self.category,
-            edges=tuple([self._edge(tensor) for tensor in inputs]),
+            edges=tuple([self._edge(x) if x.requires_grad else None for x in inputs]),
             saved=saved,
             backward=backward,
             num_outputs=len(outputs),
@@ -253,8 +250,6 @@ class Tape:
             output.output_nr = number
 
     def _edge(self, tensor: Tensor) -> Edge | None:
-        if not tensor.requires_grad:
-            return None
         if tensor.node is not None:
             return tensor.node, tensor.output_nr, tensor.numel, tensor.dtype
         if isinstance(tensor, Parameter):
