@@ -231,7 +231,12 @@ class Tape:
         backward: Backward,
     ) -> None:
         """As `record`, for an op with several outputs."""
-        if not (self.grad_enabled and any([x.requires_grad for x in inputs])):
+        if not self.grad_enabled:
+            return
+        for tensor in inputs:
+            if tensor.requires_grad:
+                break
+        else:
             return
         self._sequence += 1
         node = Node(
