@@ -87,7 +87,7 @@ class AttentionModule:
         if spec.alibi:  # Baichuan 13B
             raise Unsupported(
                 "attention with alibi in code of its own is counted, and not run yet",
-                hint="`wazn trace`",
+                hint="Baichuan 7B, which rotates its positions, is weighed",
             )
         self.spec = spec
         self.projections = projections

@@ -366,7 +366,8 @@ def _sparse(
 ) -> MoeModule | ListedMoeModule:
     if spec.flavour not in ROUTERS:
         raise Unsupported(
-            f"the router of `{spec.flavour}` is counted, and not run yet", hint="`wazn trace`"
+            f"the router of `{spec.flavour}` is counted, and not run yet",
+            hint="Mixtral, Qwen, OLMoE, DeepSeek and gpt-oss are weighed",
         )
     if recipe.fused_experts:
         return _moe(spec, linear, weights)
