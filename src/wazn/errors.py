@@ -22,6 +22,10 @@ class WaznError(Exception):
         self.message = message
         self.hint = hint
 
+    def __str__(self) -> str:
+        """Return the message, and the hint where there is one on a line of its own."""
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
 
 class InputError(WaznError):
     """The question is wrong."""

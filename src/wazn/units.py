@@ -92,15 +92,15 @@ def parse_size(text: str) -> int:
     return ceil_div(*_parse(text, units=_SIZE_UNITS, what="a size such as `512 MiB` or `0.5GB`"))
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, *, examples: str = "`7B`, `350M` or `4096`") -> int:
     """Return the number that a person wrote: `7B` parameters, `65_536`, `8k`, `1e9`.
 
-    Raises: InputError for anything else, and for a number that is not whole.
+    Raises: InputError for anything else, and for a number that is not whole; it says the examples.
 
     >>> parse_count("7B"), parse_count("1.5B")
     (7000000000, 1500000000)
     """
-    what = "a whole number such as `7B`, `350M` or `4096`"
+    what = f"a whole number such as {examples}"
     numerator, denominator = _parse(text, units=_COUNT_UNITS, what=what)
     if numerator % denominator:
         raise InputError(f"expected {what}, found `{text}`")

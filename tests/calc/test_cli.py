@@ -218,3 +218,19 @@ def test_a_question_without_an_answer_names_the_option(
     assert err.startswith("error: ")
     assert "`--" in err
     assert "_" not in err
+
+
+def test_a_few_bytes_without_a_unit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """`20` where 20 GB were meant is not read as 20 bytes; 0, and 20 with a unit or the zeros, are what they say."""
+    with pytest.raises(SystemExit) as left:
+        main(["calc", "training", "--params", "7B", "--optimizer", "adam", "--activations", "20"])
+    assert left.value.code == 2
+    err = capsys.readouterr().err
+    assert "`--activations`: expected a size with its unit, found `20`" in err
+    assert "hint: `20GB`" in err
+    for size in ("0", "20 B", "20_000_000_000"):
+        with pytest.raises(SystemExit) as left:
+            main(
+                ["calc", "training", "--params", "7B", "--optimizer", "adam", "--activations", size]
+            )
+        assert left.value.code == 0

@@ -184,7 +184,7 @@ def test_a_name_may_be_a_list() -> None:
 
 def test_errors_of_the_library() -> None:
     """What cannot be answered raises one of the front door's errors, and each says what to do."""
-    with pytest.raises(InputError, match="unknown option `seqlen`"):
+    with pytest.raises(InputError, match="unknown option `seqlen`\nhint: did you mean `seq_len`"):
         wazn.estimate("smollm2-135m", seqlen=5)
     with pytest.raises(InputError, match="`model`"):
         wazn.estimate(3)  # type: ignore[arg-type]
@@ -278,3 +278,10 @@ def test_the_flash_package_takes_no_fp32() -> None:
         wazn.estimate("qwen2.5-0.5b", attention="flash", precision="fp32")
     assert "--attention sdpa" in str(caught.value.hint)
     wazn.estimate("qwen2.5-0.5b", attention="flash", precision="bf16-mixed")
+
+
+def test_an_answer_can_be_printed() -> None:
+    """`print(answer)` shows the figures, and neither the model's layers nor every allocation."""
+    text = repr(wazn.estimate("smollm2-135m", gpu="rtx-4090"))
+    assert "allocated_bytes=" in text
+    assert len(text) < 10_000

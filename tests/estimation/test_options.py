@@ -61,6 +61,7 @@ def test_what_was_said_beats_both() -> None:
         ("bf16-autocast", BFLOAT16, BFLOAT16, None),
         ("bf16-mixed", FLOAT32, BFLOAT16, None),
         ("bf16-master", BFLOAT16, None, FLOAT32),
+        ("fp16-autocast", FLOAT16, FLOAT16, None),
         ("fp16-mixed", FLOAT32, FLOAT16, None),
         ("fp32", FLOAT32, None, None),
     ],

@@ -242,3 +242,21 @@ def test_supported_is_what_can_be_read() -> None:
             assert model.family not in families, model.id
         else:
             assert model.family in families, model.id
+
+
+def test_sizes_that_a_file_does_not_name_are_said(tmp_path: Path) -> None:
+    """`LlamaConfig()`: 32 layers of 11,008, 32 heads, vocabulary 32,000; `GPT2Config()`: 12 layers."""
+    path = tmp_path / "config.json"
+
+    def said(**config: object) -> list[object]:
+        path.write_text(json.dumps(config))
+        notes = resolve_model(str(path)).notes
+        return [note.params["keys"] for note in notes if note.code == "config-defaults"]
+
+    taken = (
+        "num_hidden_layers 32, intermediate_size 11008, num_attention_heads 32, vocab_size 32000"
+    )
+    assert said(model_type="llama", hidden_size=2048) == [taken]
+    assert said(**CONFIG) == []
+    assert said(model_type="gpt2", n_embd=64, n_head=2, vocab_size=9) == ["n_layer 12"]
+    assert said(model_type="nothing known") == []

@@ -277,14 +277,26 @@ def test_loss_programs_change_with_these_releases(family: str, turns: dict[str, 
 @pytest.mark.parametrize(
     ("name", "family", "error", "words", "hint"),
     [
-        ("trl", "llama", UnknownFact, "unknown stack `trl`", "did you mean `hf`?"),
+        (
+            "trl",
+            "llama",
+            UnknownFact,
+            "unknown stack `trl`",
+            "there are `hf` and its versions, `hf@4.40` to `hf@5.24`",
+        ),
         ("hf", "lama", UnknownFact, "`lama` were not read", "did you mean `llama`"),
         ("hf@latest", "llama", InputError, "found `latest`", "`hf@4.40` to `hf@5.24`"),
         ("hf@", "llama", InputError, "found ``", "`hf@4.40` to `hf@5.24`"),
         ("hf@4.39", "llama", Unsupported, "transformers 4.39", "4.40 to 5.24"),
         ("hf@6.0", "llama", Unsupported, "transformers 6.0", "4.40 to 5.24"),
         ("hf@4.41", "gemma2", Unsupported, "`gemma2` is not in transformers 4.41", "`hf@4.42`"),
-        ("h" * 500, "llama", UnknownFact, "unknown stack", "did you mean `hf`?"),
+        (
+            "h" * 500,
+            "llama",
+            UnknownFact,
+            "unknown stack",
+            "there are `hf` and its versions, `hf@4.40` to `hf@5.24`",
+        ),
         ("hf@" + "9" * 500, "llama", InputError, "expected a version", "`hf@4.40`"),
     ],
 )

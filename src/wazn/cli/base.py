@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from wazn.errors import InputError, Unsupported, WaznError
-from wazn.units import parse_count, parse_decimal, parse_size
+from wazn.units import MB, parse_count, parse_decimal, parse_size
 
 if TYPE_CHECKING:
     from fractions import Fraction  # costs 4 ms at start
@@ -28,6 +28,7 @@ __all__ = [
     "COUNT",
     "DECIMAL",
     "SIZE",
+    "TOKENS",
     "Command",
     "NameChoice",
     "NamedGroup",
@@ -75,8 +76,24 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before 
             raise InputError(f"{where}{error.message}", hint=error.hint) from None
 
 
+def _parse_tokens(text: str) -> int:
+    return parse_count(text, examples="`2048` or `4k` (4,000)")
+
+
+def _parse_memory(text: str) -> int:
+    """Return bytes. Raises: InputError for a few of them without a unit: `20` was meant to be `20GB`."""
+    num_bytes = parse_size(text)
+    if 0 < num_bytes < MB and not any(sign.isalpha() for sign in text):
+        number = text.strip()
+        raise InputError(
+            f"expected a size with its unit, found `{number}`, which is bytes", hint=f"`{number}GB`"
+        )
+    return num_bytes
+
+
 COUNT = _Parsed("count", parse_count)
-SIZE = _Parsed("size", parse_size)
+TOKENS = _Parsed("count", _parse_tokens)
+SIZE = _Parsed("size", _parse_memory)
 DECIMAL = _Parsed("number", parse_decimal)
 
 
@@ -116,7 +133,7 @@ def common_options(function: _F) -> _F:
         default="en",
         show_default=True,
         group="Output",
-        help="Language of the text.",
+        help="Language of the text; ar and fa (not yet).",
     )(function)
     return option(
         "--format",

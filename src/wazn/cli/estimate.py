@@ -13,6 +13,7 @@ import click
 from wazn.cli.base import (
     COUNT,
     DECIMAL,
+    TOKENS,
     Command,
     common_options,
     option,
@@ -89,7 +90,7 @@ class _Estimate(Command):
     metavar="PRESET",
     group="Precision",
     help="bf16, bf16-autocast (bf16 weights under autocast), bf16-mixed (fp32 weights under autocast),"
-    " bf16-master (bf16 with an fp32 master copy), fp16-mixed or fp32. [default: bf16-autocast]",
+    " bf16-master (bf16 with an fp32 master copy), fp16-autocast, fp16-mixed or fp32. [default: bf16-autocast]",
 )
 @option(
     "--weight-dtype",
@@ -125,7 +126,7 @@ class _Estimate(Command):
     group="Batch",
     help="Samples per forward pass and GPU. [default: 1]",
 )
-@option("--seq-len", type=COUNT, group="Batch", help="Tokens per sample. [default: 2048]")
+@option("--seq-len", type=TOKENS, group="Batch", help="Tokens per sample. [default: 2048]")
 @option(
     "--grad-accum", type=COUNT, group="Batch", help="Micro-batches per optimizer step. [default: 1]"
 )
@@ -137,7 +138,10 @@ class _Estimate(Command):
 )
 @option("--attention", metavar="NAME", group="Memory", help="sdpa, flash or eager. [default: sdpa]")
 @option(
-    "--loss", metavar="NAME", group="Memory", help="standard, chunked or fused. [default: standard]"
+    "--loss",
+    metavar="NAME",
+    group="Memory",
+    help="standard; chunked and fused (not yet). [default: standard]",
 )
 @option(
     "--keep-outputs/--no-keep-outputs",
@@ -164,20 +168,28 @@ class _Estimate(Command):
     group="Hardware",
     help="The card, such as rtx-4090, a100-80gb, or a size such as 24GB; `wazn gpus` lists them.",
 )
-@option("--gpus", type=COUNT, group="Hardware", help="GPUs per node. [default: 1]")
-@option("--nodes", type=COUNT, group="Hardware", help="[default: 1]")
+@option(
+    "--gpus",
+    type=COUNT,
+    group="Hardware",
+    help="GPUs per node; more than 1 (not yet). [default: 1]",
+)
+@option("--nodes", type=COUNT, group="Hardware", help="More than 1 (not yet). [default: 1]")
 @option(
     "--parallel",
     metavar="NAME",
     group="Hardware",
-    help="ddp, zero1, zero2, zero3 or fsdp. [default: ddp]",
+    help="ddp; zero1, zero2, zero3 and fsdp (not yet). [default: ddp]",
 )
-@option("--tp", type=COUNT, group="Hardware", help="Tensor parallelism. [default: 1]")
-@option("--pp", type=COUNT, group="Hardware", help="Pipeline parallelism. [default: 1]")
-@option("--cp", type=COUNT, group="Hardware", help="Context parallelism. [default: 1]")
-@option("--ep", type=COUNT, group="Hardware", help="Expert parallelism. [default: 1]")
+@option("--tp", type=COUNT, group="Hardware", help="Tensor parallelism (not yet). [default: 1]")
+@option("--pp", type=COUNT, group="Hardware", help="Pipeline parallelism (not yet). [default: 1]")
+@option("--cp", type=COUNT, group="Hardware", help="Context parallelism (not yet). [default: 1]")
+@option("--ep", type=COUNT, group="Hardware", help="Expert parallelism (not yet). [default: 1]")
 @option(
-    "--offload", metavar="NAME", group="Hardware", help="none, optimizer or all. [default: none]"
+    "--offload",
+    metavar="NAME",
+    group="Hardware",
+    help="none; optimizer and all (not yet). [default: none]",
 )
 @option(
     "--engine",
@@ -185,7 +197,7 @@ class _Estimate(Command):
     default="auto",
     show_default=True,
     group="Output",
-    help="auto, simulate or trace.",
+    help="auto or simulate; trace (not yet).",
 )
 @common_options
 def command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from wazn.cluster import Cluster
@@ -141,7 +141,7 @@ class Estimate:
 
     defaults: for each option that was not given, who chose it: `stack` or `wazn`.
     options, spec: the question, so that it can be asked again with one thing changed.
-    timeline: every allocation of the run, in order.
+    timeline: every allocation of the run, in order. These three are not printed.
     """
 
     engine: str
@@ -158,6 +158,6 @@ class Estimate:
     batch: Batch
     notes: tuple[Note, ...]
     defaults: Mapping[str, str]
-    options: Options
-    spec: ModelSpec
-    timeline: Timeline
+    options: Options = field(repr=False)
+    spec: ModelSpec = field(repr=False)
+    timeline: Timeline = field(repr=False)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from wazn.cluster import Gpu
 from wazn.dtypes import FLOAT32
-from wazn.errors import InputError, Unsupported
+from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.estimation.answer import (
     Batch,
     Estimate,
@@ -83,8 +83,13 @@ def estimate(
             raise InputError(f"`{name}`: expected a name, found `{str(value)[:40]}`")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
-        raise InputError(
-            f"unknown option `{unknown[0][:40]}`", hint="options: " + ", ".join(OPTION_NAMES)
+        from difflib import get_close_matches  # only a mistyped name pays for it
+
+        nearest = get_close_matches(unknown[0][:80], OPTION_NAMES, n=3, cutoff=0.5)
+        raise UnknownFact(
+            f"unknown option `{unknown[0][:40]}`",
+            nearest=tuple(nearest),
+            hint=None if nearest else "options: " + ", ".join(OPTION_NAMES),
         )
     asked = Options(**{name: _joined(value) for name, value in options.items()})
     _refuse_engine(engine)

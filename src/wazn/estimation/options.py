@@ -148,6 +148,7 @@ PRECISIONS: Mapping[str, _Preset] = {
     "bf16-autocast": _Preset(BFLOAT16, BFLOAT16),
     "bf16-mixed": _Preset(FLOAT32, BFLOAT16),
     "bf16-master": _Preset(BFLOAT16, None, FLOAT32),
+    "fp16-autocast": _Preset(FLOAT16, FLOAT16),
     "fp16-mixed": _Preset(FLOAT32, FLOAT16),
     "fp32": _Preset(FLOAT32, None),
 }
@@ -165,7 +166,8 @@ _RUNS_LAYERS_AGAIN = (Checkpointing.FULL, Checkpointing.FULL_REENTRANT, Checkpoi
 def resolve(options: Options, habits: Habits, gpu: Gpu | None = None) -> Resolved:
     """Return what the options mean under a stack's habits.
 
-    Raises: InputError for a contradiction or a value out of range, UnknownFact for a name that is not on a list.
+    Raises: InputError for a contradiction or a value out of range, UnknownFact for a name that is not on a list,
+        Unsupported for more than one GPU.
     """
     return _Resolver(options, habits).resolved(gpu)
 
@@ -189,6 +191,16 @@ class _Resolver:
         if not 1 <= value <= largest:
             raise InputError(
                 f"`--{name}`: expected a number from 1 to {largest:,}, found `{value}`"
+            )
+        return value
+
+    def degree(self, name: str, given: int | None) -> int:
+        """Return a number of GPUs. Raises: Unsupported before the layout can contradict itself for more than one."""
+        value = self.count(name, given, 1, LARGEST_NUM_GPUS)
+        if value > 1:
+            raise Unsupported(
+                f"`--{name}`: more than one GPU cannot be weighed yet",
+                hint="`--gpus 1` says what each GPU of plain data parallelism holds, but for the buckets",
             )
         return value
 
@@ -378,7 +390,7 @@ class _Resolver:
         modes = {item.value: item for item in Parallel}
         places = {item.value: item for item in Offload}
         degrees = {
-            name: self.count(name, getattr(options, name), 1, LARGEST_NUM_GPUS)
+            name: self.degree(name, getattr(options, name))
             for name in ("gpus", "nodes", "tp", "pp", "cp", "ep")
         }
         return Cluster(
@@ -438,19 +450,6 @@ def refuse_unsupported(recipe: Recipe, cluster: Cluster) -> None:
             hint="`--loss standard` holds more: an upper bound",
         )
     layout = cluster.layout
-    for option, differs in (
-        ("--gpus", cluster.gpus_per_node > 1),
-        ("--nodes", cluster.num_nodes > 1),
-        ("--tp", layout.tensor_parallel > 1),
-        ("--pp", layout.pipeline_parallel > 1),
-        ("--cp", layout.context_parallel > 1),
-        ("--ep", layout.expert_parallel > 1),
-    ):
-        if differs:
-            raise Unsupported(
-                f"`{option}`: more than one GPU cannot be weighed yet",
-                hint="`--gpus 1` says what each GPU of plain data parallelism holds, but for the buckets",
-            )
     if layout.parallel is not Parallel.DDP:
         raise Unsupported(
             f"`--parallel {layout.parallel}`: sharding cannot be weighed yet",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from wazn.errors import InputError, UnknownFact
 from wazn.facts.models import (
     ModelSource,
-    code_notes,
+    config_notes,
     nearest_models,
     read_bounded,
 )
@@ -74,7 +74,7 @@ def fetch_config(model_id: str) -> ModelSource:
         origin="hub",
         path=shown,
         published_parameters=None if away else _published_parameters(model_id, mapping),
-        notes=code_notes(model_id, mapping),
+        notes=config_notes(model_id, mapping),
     )
 
 

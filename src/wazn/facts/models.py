@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from wazn.errors import InputError, UnknownFact
+from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.facts.names import fold_model_name, loose_model_name, nearest_names
 from wazn.facts.notes import Note
 from wazn.facts.store import model_index, model_path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CatalogueModel",
     "ModelSource",
-    "code_notes",
+    "config_notes",
     "list_models",
     "load_model",
     "nearest_models",
@@ -75,10 +75,38 @@ def load_model(text: str) -> ModelSpec:
 
 
 def spec_of(source: ModelSource) -> ModelSpec:
-    """Return the architecture that a configuration describes. Raises: InputError, Unsupported."""
-    from wazn.model.config import read_config
+    """Return the architecture that a configuration describes.
 
-    return read_config(source.mapping, id=source.id, path=source.path)
+    Raises: InputError; Unsupported, for a model of the catalogue with another one that can be weighed.
+    """
+    from wazn.model.config import read_config, supported_families
+
+    shown = source.path if source.origin == "file" else source.id
+    try:
+        return read_config(source.mapping, id=source.id, path=shown)
+    except Unsupported as error:
+        alike = None
+        if (
+            source.origin == "catalogue"
+            and source.mapping["model_type"] not in supported_families()
+        ):
+            alike = _alike(source)
+        if alike is None:
+            raise
+        more = f"`{alike.id}` has about its size, {alike.parameters / 10**9:.2g} billion parameters"
+        raise Unsupported(error.message, hint=f"{error.hint}; {more}") from None
+
+
+def _alike(source: ModelSource) -> CatalogueModel | None:
+    """The model of the nearest family whose size is the nearest, if it is within a quarter of the size asked."""
+    from wazn.model.config import nearest_family
+
+    family = nearest_family(source.mapping["model_type"], source.mapping)
+    models = list_models()
+    size = next(model.parameters for model in models if model.id == source.id)
+    known = [model for model in models if model.family == family]
+    alike = min(known, key=lambda model: abs(model.parameters - size), default=None)
+    return alike if alike is not None and 4 * abs(alike.parameters - size) <= size else None
 
 
 def resolve_model(text: str) -> ModelSource:
@@ -162,7 +190,7 @@ def _from_file(asked: str, path: str) -> ModelSource:
     from wazn.model.config import parse_config
 
     mapping = parse_config(read_bounded(path), path=path)
-    notes = code_notes(asked, mapping)
+    notes = config_notes(asked, mapping)
     return ModelSource(id=asked, mapping=mapping, origin="file", path=path, notes=notes)
 
 
@@ -183,11 +211,23 @@ def read_bounded(path: str) -> bytes:
     return data
 
 
-def code_notes(model_id: str, mapping: Mapping[str, Any]) -> tuple[Note, ...]:
-    """Say that a model brings its own code (`auto_map`), which is never run: what the config describes is counted."""
-    if not mapping.get("auto_map"):
-        return ()
-    return (Note(code="model-code-not-run", params={"model": model_id}),)
+def config_notes(model_id: str, mapping: Mapping[str, Any]) -> tuple[Note, ...]:
+    """Say what a configuration from elsewhere leaves open.
+
+    A model may bring its own code (`auto_map`), which is never run: what the config describes is counted. Sizes that it
+    does not name are those of the family's configuration class, as in transformers.
+    """
+    from wazn.model.config import sizes_by_default
+
+    notes: list[Note] = []
+    if mapping.get("auto_map"):
+        notes.append(Note(code="model-code-not-run", params={"model": model_id}))
+    missing = sizes_by_default(mapping)
+    if missing:
+        sizes = ", ".join(f"{key} {value}" for key, value in missing.items())
+        params = {"model": model_id, "family": mapping["model_type"], "keys": sizes}
+        notes.append(Note(code="config-defaults", params=params))
+    return tuple(notes)
 
 
 # --- the catalogue -------------------------------------------------------------------------------

@@ -192,7 +192,12 @@ def resolve_stack(name: str, *, family: str) -> Habits:
     """
     stack, at, version = name.partition("@")
     if stack != "hf":
-        raise UnknownFact(f"unknown stack `{stack[:40]}`", nearest=("hf",))
+        minors = stack_versions()
+        raise UnknownFact(
+            f"unknown stack `{stack[:40]}`",
+            nearest=("hf",),
+            hint=f"there are `hf` and its versions, `hf@{minors[0]}` to `hf@{minors[-1]}`",
+        )
     index = _version_index(version if at else stack_versions()[-1])
     prepared = _prepared()
     spans = prepared["families"].get(family)

@@ -17,11 +17,25 @@ from wazn.model.fields import Fields, printable
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import ModelSpec
 
-__all__ = ["LARGEST_FILE_BYTES", "parse_config", "read_config", "supported_families"]
+__all__ = [
+    "LARGEST_FILE_BYTES",
+    "nearest_family",
+    "parse_config",
+    "read_config",
+    "sizes_by_default",
+    "supported_families",
+]
 
 LARGEST_FILE_BYTES = 2 * 2**20  # the largest config.json in the catalogue has 40 KiB
 MOST_PARAMETERS = 10**15
 _LONGEST_NAME = 60
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 def supported_families() -> tuple[str, ...]:
@@ -102,6 +116,24 @@ def read_config(mapping: Mapping[str, Any], *, id: str, path: str) -> ModelSpec:
     return spec
 
 
+def sizes_by_default(mapping: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that a config.json does not name, as the family spells them, with its class's values."""
+    model_type = mapping.get("model_type")
+    module = MODULES.get(model_type) if isinstance(model_type, str) else None
+    if module is None or not isinstance(model_type, str):
+        return {}
+    family = import_module(f"wazn.model.families.{module}")
+    defaults = family.DEFAULTS[model_type]
+    aliases = getattr(family, "ALIASES", {}).get(model_type, {})
+    return {
+        aliases.get(key, key): defaults[key]
+        for key in _SIZES
+        if key not in mapping
+        and aliases.get(key) not in mapping
+        and isinstance(defaults.get(key), int)
+    }
+
+
 class _TwiceError(Exception):
     def __init__(self, key: str) -> None:
         self.key = key
@@ -121,14 +153,17 @@ def _kind(value: object) -> str:
 
 
 def _unsupported(model_type: str, mapping: Mapping[str, Any], *, path: str) -> Unsupported:
-    nearest = _nearest(model_type, mapping)
-    return Unsupported(
-        f"{path}: the family `{printable(model_type, longest=_LONGEST_NAME)}` is not known to wazn",
-        hint=f"the nearest family that is: `{nearest}`" + _what_is_more(mapping),
-    )
+    name = printable(model_type, longest=_LONGEST_NAME)
+    sees = " (images and text)" if "vision_config" in mapping else ""
+    nearest = nearest_family(model_type, mapping)
+    hint = f"text decoders are weighed; the nearest family that can be: `{nearest}`"
+    text = mapping.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") == nearest:
+        hint += ", this model's `text_config`, which a config.json of its own can hold"
+    return Unsupported(f"{path}: the family `{name}`{sees} cannot be weighed", hint=hint)
 
 
-def _nearest(model_type: str, mapping: Mapping[str, Any]) -> str:
+def nearest_family(model_type: str, mapping: Mapping[str, Any]) -> str:
     """Return the known family that is most alike: from the table, the text model inside, the name, or the shape."""
     if model_type in NEAREST:
         return NEAREST[model_type]
@@ -145,9 +180,3 @@ def _nearest(model_type: str, mapping: Mapping[str, Any]) -> str:
         return "deepseek_v3"
     experts = {"num_experts", "num_local_experts", "n_routed_experts"}
     return "qwen3_moe" if experts & mapping.keys() else "llama"
-
-
-def _what_is_more(mapping: Mapping[str, Any]) -> str:
-    if "vision_config" in mapping:
-        return "; this one sees images, and wazn reads text models only"
-    return ""

@@ -11,6 +11,9 @@ __all__ = ["NOTES", "note_text"]
 _LONGEST_VALUE = 2000
 NOTES = {
     # look-ups
+    "config-defaults": (
+        "{model} does not name all sizes; those of the class of `{family}` were taken, as transformers does: {keys}."
+    ),
     "gpu-is-a-size": (
         "`{asked}` is a size, not a card: one of {memory_gb} GB that keeps for itself what {reference} does is assumed."
     ),
