@@ -11,6 +11,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
+from tests.sampling import DAY
+
 # Set before any test imports a library that reads them once, at import.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="wazn-tests-")
 os.environ.update(
@@ -50,10 +52,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_report_header() -> str | None:
-    """Say so, at the top of the run."""
-    return (
-        None
-        if _HAS_TORCH
-        else "without torch: the tests that compare with the real libraries are left out"
-    )
+def pytest_report_header() -> str:
+    """Say at the top of the run what is compared with the real libraries."""
+    if not _HAS_TORCH:
+        return "without torch: the tests that run the real libraries are left out"
+    return f"run for real: what has its turn on {DAY} (WAZN_DAY, WAZN_SAMPLE: tests/sampling.py)"

@@ -75,7 +75,7 @@ class Golden:
             self.record(seen)
             return seen
         stored = load(self.file)["cases"]
-        assert self.case in stored, f'not stored yet: scripts/golden {self.file} -k "{self.case}"'
+        assert self.case in stored, f"{self.case} is not stored yet: scripts/golden {self.file}"
         if is_due(f"{self.file} {self.case}") and load(self.file)["versions"] == installed():
             assert measure() == stored[self.case], "the libraries no longer do what is stored"
         return stored[self.case]
