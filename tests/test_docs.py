@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ import click
 import pytest
 
 from wazn.cli.main import COMMANDS, cli
+from wazn.estimation.answer import Estimate
+from wazn.estimation.options import OPTION_NAMES, PRECISIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -84,6 +87,22 @@ def test_the_index_names_every_page() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         if page.name != "index.md":
             assert f"({page.name})" in index, page.name
+
+
+def test_the_examples_of_the_python_page_are_true() -> None:
+    """docs/python.md is a session with the interpreter: each output is what this version prints."""
+    failed, tried = doctest.testfile(str(ROOT / "docs" / "python.md"), module_relative=False)
+    assert tried > 0
+    assert failed == 0
+
+
+def test_the_python_page_names_every_option_field_and_preset() -> None:
+    """What `wazn.estimate` takes and gives back is documented by name."""
+    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    fields = Estimate.__dataclass_fields__
+    missing = [name for name in (*OPTION_NAMES, *fields) if f"`{name}`" not in page]
+    presets = [name for name in PRECISIONS if f'`"{name}"`' not in page]
+    assert (missing, presets) == ([], [])
 
 
 def test_the_readme_begins_with_the_two_commands() -> None:

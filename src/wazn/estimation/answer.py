@@ -113,7 +113,7 @@ class Fit:
     verdict: Verdict
     headroom_bytes: int | None
     retries: int = 0
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: OutOfMemory | None = field(default=None, repr=False)  # lists all that is alive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
