@@ -57,3 +57,21 @@ def test_parameters_are_filled_in() -> None:
     assert "131,072 positions" in text
     assert "1.00 GiB" in note_text(Note(code="managed-memory", params={"bytes": 2**30}))
     assert not re.search(r"[{}]", text)
+
+
+def test_how_often_is_written_in_words() -> None:
+    """Once and twice have words of their own; the plural is for more."""
+    for retries, words in ((1, "(once here)"), (2, "(twice here)"), (1234, "(1,234 times here)")):
+        assert words in note_text(Note(code="fits-after-release", params={"retries": retries}))
+
+
+@pytest.mark.parametrize(
+    ("capability", "beginning"),
+    [("7.5", "X (compute capability 7.5) has"), ("gfx1030", "X (gfx1030) has"), ("mps", "X has")],
+)
+def test_a_compute_capability_is_nvidia_s(capability: str, beginning: str) -> None:
+    """AMD's chips have names; Apple's and Habana's have neither."""
+    params = {"gpu": "X", "capability": capability, "instead": "fp16", "precision": "fp16-autocast"}
+    text = note_text(Note(code="bf16-not-in-hardware", params=params))
+    assert text.startswith(beginning)
+    assert text.endswith("--precision fp16-autocast.")

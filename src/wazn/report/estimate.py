@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from wazn.estimation.answer import Estimate, Verdict
 from wazn.estimation.changes import Change
+from wazn.estimation.notes import running_attention
 from wazn.estimation.options import PRECISIONS, as_option
+from wazn.facts.stacks import resolve_stack
 from wazn.model.fields import printable
-from wazn.recipe import Checkpointing, Precision, Recipe
+from wazn.recipe import Attention, Checkpointing, Precision, Recipe
 from wazn.report.notes import note_text
 from wazn.timeline.events import Phase
-from wazn.units import format_ratio, format_size
+from wazn.units import GIB, format_ratio, format_size
 
 __all__ = ["Style", "as_text"]
 
@@ -25,6 +27,8 @@ _LABEL = 18
 _SIZE = 11
 _NARROWEST_BAR = 10
 _LONGEST_NAME = 500
+_EIGHTHS = "▏▎▍▌▋▊▉█"
+_WHOLES = "#"
 _SMALLEST_PART = 200  # what holds less than a two hundredth has no line of its own
 
 
@@ -99,10 +103,15 @@ def _headline(answer: Estimate, style: Style) -> Iterator[str]:
         where = "while loading" if failed.moment.phase is Phase.LOAD else f"in {where}"
         yield from _wrapped(
             f"PyTorch stops {where}: it tries to allocate "
-            f"{format_size(failed.tried_bytes, unit='MiB')} ({CATEGORIES[failed.tag.category]}) and "
-            f"{format_size(failed.free_bytes, unit='MiB')} are free.",
+            f"{_small(failed.tried_bytes)} ({CATEGORIES[failed.tag.category]}) and "
+            f"{_small(failed.free_bytes)} are free.",
             style,
         )
+
+
+def _small(num_bytes: int) -> str:
+    """Write a size in MiB below 1 GiB, as PyTorch does."""
+    return format_size(num_bytes, unit="MiB" if num_bytes < GIB else "GiB")
 
 
 def _verdict(answer: Estimate) -> str:
@@ -145,8 +154,16 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     yield from _wrapped(
         f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "
         f"{_precision(recipe.precision)}, {recipe.optimizer}, checkpointing {_checkpointing(answer)}, "
-        f"{recipe.attention} attention{_loop(recipe)}; {recipe.stack}",
+        f"{_attention(answer)} attention{_loop(recipe)}; {recipe.stack}",
         style,
+    )
+
+
+def _attention(answer: Estimate) -> Attention:
+    """What runs: some classes know eager attention only."""
+    recipe = answer.recipe
+    return running_attention(
+        answer.spec, recipe, resolve_stack(recipe.stack, family=answer.spec.family)
     )
 
 
@@ -236,21 +253,25 @@ def _peak(answer: Estimate, style: Style) -> Iterator[str]:
 
 
 def _drawn(bar: _Bar, full: int, capacity: int | None, cells: int, style: Style) -> str:
-    """One bar on a line of `cells`; the card's capacity is a mark on it."""
-    block, sliver, mark = ("█", "▏", "│") if style.unicode else ("#", ":", "|")
+    """One bar on a line of `cells`; the card's capacity is a mark on it.
+
+    It begins in the cell in which the one before ends. Its width is rounded, not its end: to eighths of a cell where
+    there are such blocks, so that a larger part never looks smaller.
+    """
+    parts = _EIGHTHS if style.unicode else _WHOLES
+    block, mark = parts[-1], "│" if style.unicode else "|"
+    steps = len(parts)
     line = [" "] * cells
-    begin = bar.start_bytes * cells // full
-    end = round((bar.start_bytes + bar.num_bytes) * cells / full)
-    first = min(round(bar.start_bytes * cells / full), cells - 1)
-    if end > first:
-        line[first:end] = block * (end - first)
-    else:
-        line[min(begin, cells - 1)] = sliver
+    first = min(bar.start_bytes * cells // full, cells - 1)
+    width = max(1, (2 * bar.num_bytes * cells * steps + full) // (2 * full))
+    whole, rest = divmod(width, steps)
+    drawn = block * whole + (parts[rest - 1] if rest else "")
+    line[first : first + len(drawn)] = drawn
     if capacity is not None:
         at = min(capacity * cells // full, cells - 1)
-        if line[at] != block:
+        if line[at] == " ":
             line[at] = mark
-        elif capacity < full:
+        elif line[at] == block and capacity < full:
             line[at] = "▌" if style.unicode else "!"
     text = "".join(line).rstrip()
     return _painted(text, "36", style)
@@ -265,22 +286,22 @@ def _helping(answer: Estimate, helping: Sequence[Change], style: Style) -> Itera
         return
     share = format_ratio(largest.num_bytes * 100, answer.peak.allocated_bytes, digits=0)
     what = f"{share} % of what is allocated are {CATEGORIES[largest.category]}."
+    missing = answer.fit.verdict is Verdict.DOES_NOT_FIT
+    hopeless = missing and all(change.verdict is Verdict.DOES_NOT_FIT for change in helping)
+    nothing = " Nothing that wazn can change makes it fit." if hopeless else ""
     if not helping:
-        yield from _wrapped(what, style)
+        yield from _wrapped(what + nothing, style)
         return
-    yield from _wrapped(f"{what} What would help:", style)
-    rows = [
-        (
-            _as_options(change),
-            f"saves {format_size(change.saved_bytes)}",
-            "" if change.verdict is None else VERDICTS[change.verdict],
-        )
-        for change in helping
-    ]
-    width = max(len(options) for options, _, _ in rows)
-    for options, saving, verdict in rows:
-        line = f"  {options:<{width}}  {saving}" + (f", {verdict}" if verdict else "")
-        yield from _wrapped(line, style, indent="    ")
+    yield from _wrapped(f"{what}{nothing} What would {'save' if hopeless else 'help'}:", style)
+    rows = []
+    for change in helping:
+        verdict = "" if change.verdict is None else f", {VERDICTS[change.verdict]}"
+        rows.append((_as_options(change), f"saves {format_size(change.saved_bytes)}{verdict}"))
+    # in columns as far as the lines have room for them
+    room = style.width - 4 - max(len(saving) for _, saving in rows)
+    width = min(room, max(len(options) for options, _ in rows))
+    for options, saving in rows:
+        yield from _wrapped(f"  {options:<{max(0, width)}}  {saving}", style, indent="    ")
 
 
 def _as_options(change: Change) -> str:

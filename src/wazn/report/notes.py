@@ -27,29 +27,34 @@ NOTES = {
     "model-same-architecture": "`{asked}` has the architecture of {model}, whose configuration was taken.",
     # the card
     "bf16-not-in-hardware": (
-        "{gpu} (compute capability {capability}) has no bfloat16: PyTorch emulates it, slowly, in the same memory; "
-        "people take {instead}."
+        "{gpu}{chip} has no bfloat16: PyTorch emulates it, slowly, in the same memory; people take {instead}: "
+        "--precision {precision}."
     ),
-    "fp8-not-in-hardware": (
-        "{gpu} (compute capability {capability}) has no 8-bit floats: {instead} runs instead."
-    ),
+    "fp8-not-in-hardware": ("{gpu}{chip} has no 8-bit floats: {instead} runs instead."),
     "flash-not-on-this-gpu": (
-        "{gpu} (compute capability {capability}) cannot run flash attention: the {instead} kernel runs instead."
+        "{gpu}{chip} cannot run flash attention: the {instead} kernel runs instead."
     ),
     "flash-package-refuses": (
-        "The flash-attn package refuses to run on {gpu} (compute capability {capability}): take --attention sdpa."
+        "The flash-attn package refuses to run on {gpu}{chip}: take --attention sdpa."
     ),
     "outside-unknown": (
         "What the driver holds on {gpu} beside PyTorch is not known; it comes on top."
     ),
+    "allocator-of-cuda": (
+        "The allocator that is replayed is PyTorch's for CUDA; on {gpu} what is reserved beyond the tensors may differ."
+    ),
     # the verdict
     "fits-after-release": (
-        "It fits only because PyTorch gives unused memory back to the device and tries again ({retries} times here); "
+        "PyTorch has to give unused memory back to the device and try again ({times} here), which costs time; "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True wastes less."
     ),
     "managed-memory": (
         "The paged states ({bytes}) are managed memory: on the device while there is room, else the driver moves them "
         "to the host, and steps take longer."
+    ),
+    "thin-margin": (
+        "{headroom_bytes} to spare is a thin margin: measured processes held 0.3 to 1.8 GiB more, outside PyTorch and "
+        "in fragments, than is counted."
     ),
     # the recipe
     "accumulation-keeps-gradients": (
@@ -64,9 +69,19 @@ NOTES = {
     "experts-not-quantised": (
         "bitsandbytes replaces linear layers only; the experts are stacked parameters here and are held as {dtype}."
     ),
+    "int8-keeps-inputs": (
+        "bitsandbytes' int8 function keeps its input outside of what this checkpointing can drop; "
+        "--checkpointing full-reentrant keeps none."
+    ),
     "kbit-preparation": (
-        "K-bit preparation as {helper} does it turns what is not quantised into float32; "
-        "--kbit-preparation none is without it, `trl` leaves embeddings and head."
+        "K-bit preparation as {helper} does it turns what is not quantised into float32. --kbit-preparation `trl`: as "
+        "TRL 0.13 did (norms only); TRL 1.x does none: `none`."
+    ),
+    "published-quantised": (
+        "The published weights are {format}; weights in {dtype}, made of them while loading, are assumed."
+    ),
+    "qlora-larger-than-lora": (
+        "QLoRA makes this model larger than LoRA does here, as float32 experts outweigh what is quantised."
     ),
     "target-unmatched": "The target `{target}` matches no module; PEFT ignores it, and so was it here.",
 }
@@ -82,4 +97,26 @@ def note_text(note: Note) -> str:
         else printable(str(value), longest=_LONGEST_VALUE)
         for name, value in note.params.items()
     }
+    params["chip"] = _chip(str(note.params.get("capability", "")))
+    params["times"] = _times(int(note.params.get("retries", 0)))
     return NOTES[note.code].format_map(params)
+
+
+def _chip(capability: str) -> str:
+    """Write what a card's chip is called, in brackets; nothing where it has no name of its own.
+
+    >>> _chip("7.5"), _chip("gfx942"), _chip("mps")
+    (' (compute capability 7.5)', ' (gfx942)', '')
+    """
+    if capability[:1].isdecimal():
+        return f" (compute capability {capability})"
+    return f" ({capability})" if capability.startswith("gfx") else ""
+
+
+def _times(number: int) -> str:
+    """Write how often something happens.
+
+    >>> _times(1), _times(2), _times(1234)
+    ('once', 'twice', '1,234 times')
+    """
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
