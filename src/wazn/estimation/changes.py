@@ -74,7 +74,9 @@ class _Weighed(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    change: Change
+    """A changed run, without its verdict: to know the peak is cheap, a replay is not."""
+
+    options: dict[str, Any]
     run: Run
     allocated_bytes: int
 
@@ -93,28 +95,28 @@ def changes(answer: Estimate) -> tuple[Change, ...]:
         gpu=answer.cluster.gpu,
     )
     tried = _best(answer, weighed, {}, MOST_TRIED)
-    adapters = next((item for item in tried if item.change.options.get("method") == "lora"), None)
+    found = [_judged(answer, item) for item in tried]
+    adapters = next((change for change in found if change.options.get("method") == "lora"), None)
     full = answer.recipe.method in (Method.FULL, Method.FREEZE)
-    if full and adapters is not None and not _fits(adapters.change):
-        in_four_bits = _tried(
-            answer, {**adapters.change.options, **_in_four_bits(weighed)}, weighed
-        )
+    if full and adapters is not None and not _fits(adapters):
+        options = {**adapters.options, **_in_four_bits(weighed)}
+        in_four_bits = _tried(answer, options, weighed)
         if in_four_bits is not None:
-            tried = _sorted([*tried, in_four_bits])[:MOST_TRIED]
-    found = [item.change for item in tried]
+            tried = [in_four_bits, *tried]
+            found = [_judged(answer, in_four_bits), *found]
     if tried and answer.fit.verdict is Verdict.DOES_NOT_FIT and not any(map(_fits, found)):
-        chained = _chained(answer, tried[0])
+        chained = _chained(answer, min(tried, key=_by_peak))
         if chained is not None:
-            found = [chained, *found][:MOST_TRIED]
-    return tuple(found)
+            found = [chained, *found]
+    return tuple(sorted(found, key=lambda change: -change.saved_bytes)[:MOST_TRIED])
 
 
 def _fits(change: Change) -> bool:
     return change.verdict is not Verdict.DOES_NOT_FIT
 
 
-def _sorted(tried: list[_Tried]) -> list[_Tried]:
-    return sorted(tried, key=lambda item: item.allocated_bytes)
+def _by_peak(item: _Tried) -> int:
+    return item.allocated_bytes
 
 
 def _best(answer: Estimate, weighed: _Weighed, before: dict[str, Any], most: int) -> list[_Tried]:
@@ -124,7 +126,7 @@ def _best(answer: Estimate, weighed: _Weighed, before: dict[str, Any], most: int
     )
     ranked = sorted(worth_it, key=lambda item: -item[0])
     tried = (_tried(answer, {**before, **options}, weighed) for _, options in ranked[:most])
-    return _sorted([item for item in tried if item is not None])
+    return sorted((item for item in tried if item is not None), key=_by_peak)
 
 
 def _chained(answer: Estimate, first: _Tried) -> Change | None:
@@ -140,12 +142,13 @@ def _chained(answer: Estimate, first: _Tried) -> Change | None:
             allocated_bytes=best.allocated_bytes,
             gpu=answer.cluster.gpu,
         )
-        found = _best(answer, weighed, dict(best.change.options), _MOST_TRIED_IN_CHAIN)
+        found = _best(answer, weighed, best.options, _MOST_TRIED_IN_CHAIN)
         if not found:
             return None
         best = found[0]
-        if _fits(best.change):
-            return best.change
+        change = _judged(answer, best)
+        if _fits(change):
+            return change
     return None
 
 
@@ -159,15 +162,22 @@ def _tried(answer: Estimate, options: dict[str, Any], before: _Weighed) -> _Trie
     highest_bytes = peak(run.simulation.timeline).peak_bytes
     if (before.allocated_bytes - highest_bytes) * _LEAST_SAVING < before.allocated_bytes:
         return None
-    verdict = None
+    return _Tried(options, run, highest_bytes)
+
+
+def _judged(answer: Estimate, item: _Tried) -> Change:
+    """Ask whether the changed run fits, where the run as it is does not."""
+    gpu, verdict = answer.cluster.gpu, None
     if answer.fit.verdict is Verdict.DOES_NOT_FIT and gpu is not None:
-        if highest_bytes > gpu.usable_bytes:
+        if item.allocated_bytes > gpu.usable_bytes:
             verdict = Verdict.DOES_NOT_FIT  # no allocator can help
-        elif _num_events(run) <= MOST_EVENTS_REPLAYED:
-            _, verdict = verdict_of(gpu, run.simulation.timeline, run.outside)
-    saved_bytes = answer.peak.allocated_bytes - highest_bytes
-    change = Change(options=options, saved_bytes=saved_bytes, verdict=verdict)
-    return _Tried(change, run, highest_bytes)
+        elif _num_events(item.run) <= MOST_EVENTS_REPLAYED:
+            _, verdict = verdict_of(gpu, item.run.simulation.timeline, item.run.outside)
+    return Change(
+        options=item.options,
+        saved_bytes=answer.peak.allocated_bytes - item.allocated_bytes,
+        verdict=verdict,
+    )
 
 
 def _num_events(run: Run) -> int:
