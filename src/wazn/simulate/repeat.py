@@ -166,12 +166,16 @@ class _Expansion:
             if segment.layer is None:
                 continue
             here = self._repetition(segment.layer)
-            own = (segment.layer + 1) * LAYER
-            for block_id, size in zip(segment.block_ids, segment.sizes, strict=True):
-                if size < 0 and not own <= block_id % PASS < own + LAYER:
-                    there = self._repetition(_layer_of(block_id))
-                    if there != here:
-                        freed.setdefault((here, there), set()).add(block_id)
+            own = segment.layer + 1
+            foreign = [
+                block_id
+                for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
+                if size < 0 and block_id // LAYER & _LAYER_FIELD != own
+            ]
+            for block_id in foreign:
+                there = self._repetition(_layer_of(block_id))
+                if there != here:
+                    freed.setdefault((here, there), set()).add(block_id)
         for mine, theirs, shift in (
             ((0, -1), (1, 0), self.block),
             ((0, 1), (-1, 0), -self.block),
@@ -210,19 +214,19 @@ class _Expansion:
 
     def _moved_once(self, segment: Segment, middle_moves: int) -> Segment:
         """Blocks of the last layers move up; blocks of the middle move where the neighbour stands."""
-        block_ids = []
-        for block_id in segment.block_ids:
-            within = block_id % PASS
-            if within >= self.high:
-                block_id += self.up
-            elif within >= self.low:
-                block_id += middle_moves
-            block_ids.append(block_id)
+        low, high, up = self.low, self.high, self.up
         return Segment(
             phase=segment.phase,
             step=segment.step,
             layer=_moved(segment.layer, middle_moves // LAYER),
-            block_ids=block_ids,
+            block_ids=[
+                block_id + up
+                if (within := block_id % PASS) >= high
+                else block_id + middle_moves
+                if within >= low
+                else block_id
+                for block_id in segment.block_ids
+            ],
             sizes=segment.sizes,
             tags=segment.tags,
         )
