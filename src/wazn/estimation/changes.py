@@ -228,21 +228,27 @@ def _candidates(weighed: _Weighed) -> Iterator[tuple[int, dict[str, Any]]]:
         yield held.get(Category.TEMPORARY, 0), {"precision": "fp16-autocast"}
     if recipe.micro_batch > 1:
         divisors = [n for n in range(2, recipe.micro_batch + 1) if recipe.micro_batch % n == 0]
-        times = _times_less(weighed, moving, divisors)
+        times = _times_less(weighed, moving, divisors, else_=-1)
         yield (
             moving - moving // times,
             {"micro_batch": recipe.micro_batch // times, "grad_accum": recipe.grad_accum * times},
         )
     elif recipe.seq_len >= 2 * SHORTEST_SEQ_LEN:
         halvings = range(1, (recipe.seq_len // SHORTEST_SEQ_LEN).bit_length())
-        times = _times_less(weighed, moving, [2**n for n in halvings])
+        times = _times_less(weighed, moving, [2**n for n in halvings], else_=0)
         yield moving - moving // times, {"seq_len": recipe.seq_len // times}
 
 
-def _times_less(weighed: _Weighed, moving: int, choices: list[int]) -> int:
-    """Return how many times smaller to make what grows with the tokens: as little as makes it fit, else the least."""
+def _times_less(weighed: _Weighed, moving: int, choices: list[int], *, else_: int) -> int:
+    """Return how many times smaller to make what grows with the tokens: as little as makes it fit.
+
+    else_: which of the choices where none does: the last costs nothing with a micro-batch (its samples are
+        accumulated), the first spoils least with a sequence.
+    """
     needed = weighed.excess_bytes
-    return next((n for n in choices if needed and moving - moving // n >= needed), choices[0])
+    if not needed:
+        return choices[0]
+    return next((n for n in choices if moving - moving // n >= needed), choices[else_])
 
 
 def _fp16_attends_in_less(weighed: _Weighed) -> bool:
