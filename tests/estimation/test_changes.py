@@ -105,6 +105,7 @@ def test_one_micro_batch_lets_gradients_go() -> None:
     [
         {"model": "llama-3.1-8b", "method": "qlora", "seq_len": 8192, "micro_batch": 4},
         {"model": "qwen2.5-7b", "method": "full", "micro_batch": 4},
+        {"model": "llama-3.1-8b", "micro_batch": 12, "seq_len": 32_768},
     ],
     ids=str,
 )

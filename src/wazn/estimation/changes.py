@@ -33,7 +33,11 @@ from wazn.timeline.events import Category
 __all__ = ["Change", "changes"]
 
 MOST_TRIED = 3
-MOST_CHAINED = 3
+MOST_CHAINED = 3  # options that change together
+_LONGEST_SEARCH = (
+    5  # links that are tried for them: a sequence may be shortened again after another change
+)
+_GO_ALONG = {"grad_accum", "stack"}  # with a smaller micro-batch, with quantised experts
 _MOST_TRIED_IN_CHAIN = 2  # of what is left: every one costs some 10 ms
 SHORTEST_SEQ_LEN = 256  # nobody is told to train on less
 MOST_EVENTS_REPLAYED = 500_000  # a replay of more takes longer than the answer may
@@ -132,7 +136,7 @@ def _best(answer: Estimate, weighed: _Weighed, before: dict[str, Any], most: int
 def _chained(answer: Estimate, first: _Tried) -> Change | None:
     """Go on from the best change; None where `MOST_CHAINED` together do not make it fit."""
     best = first
-    for _ in range(MOST_CHAINED - 1):
+    for _ in range(_LONGEST_SEARCH - 1):
         at_peak = peak(best.run.simulation.timeline)
         weighed = _Weighed(
             spec=answer.spec,
@@ -143,6 +147,7 @@ def _chained(answer: Estimate, first: _Tried) -> Change | None:
             gpu=answer.cluster.gpu,
         )
         found = _best(answer, weighed, best.options, _MOST_TRIED_IN_CHAIN)
+        found = [item for item in found if len(item.options.keys() - _GO_ALONG) <= MOST_CHAINED]
         if not found:
             return None
         best = found[0]
@@ -228,27 +233,29 @@ def _candidates(weighed: _Weighed) -> Iterator[tuple[int, dict[str, Any]]]:
         yield held.get(Category.TEMPORARY, 0), {"precision": "fp16-autocast"}
     if recipe.micro_batch > 1:
         divisors = [n for n in range(2, recipe.micro_batch + 1) if recipe.micro_batch % n == 0]
-        times = _times_less(weighed, moving, divisors, else_=-1)
+        times = _times_less(weighed, moving, divisors)
         yield (
             moving - moving // times,
             {"micro_batch": recipe.micro_batch // times, "grad_accum": recipe.grad_accum * times},
         )
     elif recipe.seq_len >= 2 * SHORTEST_SEQ_LEN:
         halvings = range(1, (recipe.seq_len // SHORTEST_SEQ_LEN).bit_length())
-        times = _times_less(weighed, moving, [2**n for n in halvings], else_=0)
+        times = _times_less(weighed, moving, [2**n for n in halvings])
         yield moving - moving // times, {"seq_len": recipe.seq_len // times}
 
 
-def _times_less(weighed: _Weighed, moving: int, choices: list[int], *, else_: int) -> int:
-    """Return how many times smaller to make what grows with the tokens: as little as makes it fit.
+def _times_less(weighed: _Weighed, moving: int, choices: list[int]) -> int:
+    """Return how many times smaller to make what grows with the tokens: roughly as little as makes it fit.
 
-    else_: which of the choices where none does: the last costs nothing with a micro-batch (its samples are
-        accumulated), the first spoils least with a sequence.
+    Where no choice does, because other things are too large: so small that it takes a quarter of the card.
     """
-    needed = weighed.excess_bytes
-    if not needed:
+    needed, gpu = weighed.excess_bytes, weighed.gpu
+    if not needed or gpu is None:
         return choices[0]
-    return next((n for n in choices if moving - moving // n >= needed), choices[else_])
+    for n in choices:
+        if moving - moving // n >= needed:
+            return n
+    return next((n for n in choices if moving // n <= gpu.usable_bytes // 4), choices[-1])
 
 
 def _fp16_attends_in_less(weighed: _Weighed) -> bool:
