@@ -237,7 +237,7 @@ def _peak(answer: Estimate, style: Style) -> Iterator[str]:
     title = f"The peak, in {PHASES.get(peak.phase, peak.phase)} of step {peak.step}:"
     yield from _wrapped(title, style)
     for bar in [*bars, _Bar("all of it", 0, peak.device_bytes)]:
-        row = f"  {bar.label:<{_LABEL}}{format_size(bar.num_bytes):>{_SIZE}}"
+        row = f"  {bar.label:<{_LABEL}}{_in_column(bar.num_bytes):>{_SIZE}}"
         if cells >= _NARROWEST_BAR:
             row += "  " + _drawn(bar, full, capacity, cells, style)
         yield row
@@ -250,6 +250,11 @@ def _peak(answer: Estimate, style: Style) -> Iterator[str]:
         if name != "zero-grad"
     ]
     yield from _wrapped(f"Allocated by phase: {', '.join(parts)} GiB.", style)
+
+
+def _in_column(num_bytes: int) -> str:
+    """Write a size in GiB, and in TiB where the column is too narrow for that."""
+    return format_size(num_bytes, unit="GiB" if num_bytes < 10_000 * GIB else "TiB")
 
 
 def _drawn(bar: _Bar, full: int, capacity: int | None, cells: int, style: Style) -> str:
