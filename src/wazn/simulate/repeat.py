@@ -14,7 +14,7 @@ from itertools import groupby
 
 from wazn.timeline.events import LAYER, PASS, Part, Segment
 
-__all__ = ["LayerPlan", "NotRepeatable", "expand", "plan_layers"]
+__all__ = ["Expansion", "LayerPlan", "NotRepeatable", "plan_layers"]
 
 _LAYER_FIELD = PASS // LAYER - 1
 _LONGEST_PERIOD = 16
@@ -84,18 +84,18 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     return best
 
 
-def expand(segments: Sequence[Segment], plan: LayerPlan) -> list[Part]:
-    """Return the parts of the whole model, given the segments of the layers that were run.
+class Expansion:
+    """Writes segments of the layers that were run as parts of the whole model.
+
+    `segments` are all that will be written, once each: a block of one may be freed in another.
 
     Raises: NotRepeatable.
     """
-    if not plan.skipped:
-        return [Part(segments=(segment,)) for segment in segments]
-    return _Expansion(segments, plan).parts()
 
-
-class _Expansion:
     def __init__(self, segments: Sequence[Segment], plan: LayerPlan) -> None:
+        self.is_whole = not plan.skipped
+        if self.is_whole:
+            return
         self.segments = segments
         self.first_middle = plan.prefix + plan.period
         self.first_last = plan.prefix + 2 * plan.period
@@ -112,13 +112,16 @@ class _Expansion:
             for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
             if size > 0
         }
-
-    def parts(self) -> list[Part]:
         self._check_neighbours()
+
+    def parts(self, segments: Sequence[Segment]) -> list[Part]:
+        """Return consecutive segments as parts. Raises: NotRepeatable."""
+        if self.is_whole:
+            return [Part(segments=(segment,)) for segment in segments]
         parts: list[Part] = []
         middle: list[Segment] = []
         before: int | None = None  # the layer that came before the middle
-        for segment in self.segments:
+        for segment in segments:
             layer = segment.layer
             if layer is not None and self.first_middle <= layer < self.first_last:
                 middle.append(segment)

@@ -20,11 +20,11 @@ from wazn.simulate.context import Context
 from wazn.simulate.forward import hidden_states
 from wazn.simulate.loss import causal_lm_loss, held_outputs
 from wazn.simulate.optimizers import clip_gradients, make_optimizer
-from wazn.simulate.repeat import LayerPlan, NotRepeatable, expand, plan_layers
+from wazn.simulate.repeat import Expansion, LayerPlan, NotRepeatable, plan_layers
 from wazn.simulate.tape import Tape, Tensor
 from wazn.simulate.trained import Trained
 from wazn.simulate.versions import as_written, make_buffers
-from wazn.timeline.events import PASS, Category, Phase, Segment, Timeline
+from wazn.timeline.events import PASS, Category, Part, Phase, Segment, Timeline
 from wazn.units import round_up
 
 __all__ = ["Simulation", "simulate"]
@@ -144,9 +144,9 @@ class _Run:
         self.batches: list[Tensor] = []
 
     def run(self, *, every_step: bool = False) -> Simulation:
-        segments = self._all_steps() if every_step else self._steps_once()
+        parts = self._all_steps() if every_step else self._steps_once()
         return Simulation(
-            timeline=Timeline(parts=tuple(expand(segments, self.plan))),
+            timeline=Timeline(parts=tuple(parts)),
             managed_bytes=self.optimizer.managed_bytes,
             num_trainable_parameters=sum(
                 parameter.numel * self.tape.copies.get(parameter.layer, 1)
@@ -155,7 +155,7 @@ class _Run:
             ),
         )
 
-    def _all_steps(self) -> list[Segment]:
+    def _all_steps(self) -> list[Part]:
         for step in range(1, NUM_STEPS + 1):
             for number in range(self.recipe.grad_accum):
                 self._fetch(step=step, number=number)
@@ -163,9 +163,10 @@ class _Run:
             self._clip()
             self._update()
             self._zero_grad()
-        return self.tape.finish()
+        segments = self.tape.finish()
+        return Expansion(segments, self.plan).parts(segments)
 
-    def _steps_once(self) -> list[Segment]:
+    def _steps_once(self) -> list[Part]:
         """Run the first step; write the second one, but for its optimizer step, from it."""
         tape, num_micro_batches = self.tape, self.recipe.grad_accum
         loaded = tape.cut()
@@ -191,26 +192,33 @@ class _Run:
         zero = tape.cut()
         tape.finish()
 
+        recorded = (loaded, *fetched, first, later, clip, first_update, second_update, zero)
+        written = Expansion([segment for group in recorded for segment in group], self.plan).parts
+        batches = [written(group) for group in fetched]
+        first_parts, later_parts = written(first), written(later)
+        clip_parts, zero_parts = written(clip), written(zero)
+
         copies = _Copies(tape.num_passes)
-        segments = [*loaded, *fetched[0], *first]
+        parts = [*written(loaded), *batches[0], *first_parts]
         for number in range(1, num_micro_batches):
-            segments += fetched[number]
-            segments += copies.fresh(later, step=1)
-        segments += [*clip, *first_update, *copies.same(zero, step=1)]
-        first = without_workspaces(first)
+            parts += batches[number]
+            parts += copies.fresh(later_parts, step=1)
+        parts += [*clip_parts, *written(first_update), *copies.same(zero_parts, step=1)]
         if kept_gradients:
             for number in range(num_micro_batches):
-                segments += fetched[num_micro_batches + number]
-                segments += copies.fresh(later, step=2)
-            return segments + [*copies.fresh(clip, step=2), *second_update, *zero]
-        rest = [*clip, *second_update, *zero]
-        renamed = copies.fresh(first, step=2, among=[*first, *rest])
-        segments += fetched[num_micro_batches]
-        segments += renamed[: len(first)]
+                parts += batches[num_micro_batches + number]
+                parts += copies.fresh(later_parts, step=2)
+            clip_again = copies.fresh(clip_parts, step=2)
+            return [*parts, *clip_again, *written(second_update), *zero_parts]
+        first_parts = without_workspaces(first_parts)
+        rest = [*clip_parts, *written(second_update), *zero_parts]
+        renamed = copies.fresh(first_parts, step=2, among=[*first_parts, *rest])
+        parts += batches[num_micro_batches]
+        parts += renamed[: len(first_parts)]
         for number in range(1, num_micro_batches):
-            segments += fetched[num_micro_batches + number]
-            segments += copies.fresh(later, step=2)
-        return segments + renamed[len(first) :]
+            parts += batches[num_micro_batches + number]
+            parts += copies.fresh(later_parts, step=2)
+        return parts + renamed[len(first_parts) :]
 
     def _fetched(self, *, step: int, number: int) -> list[Segment]:
         self._fetch(step=step, number=number)
@@ -313,64 +321,79 @@ class _Run:
             tape.enter_layer(None)
 
 
-def without_workspaces(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments of a later pass: its workspaces are there already."""
-    kept = []
-    for segment in segments:
-        if segment.layer is None and any(
-            tag.category is Category.WORKSPACES for tag in segment.tags
-        ):
-            rows = [
-                row
-                for row in zip(segment.block_ids, segment.sizes, segment.tags, strict=True)
-                if row[2].category is not Category.WORKSPACES
-            ]
-            columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
-            segment = replace(segment, block_ids=columns[0], sizes=columns[1], tags=columns[2])
-        kept.append(segment)
-    return kept
+def without_workspaces(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts of a later pass: its workspaces are there already."""
+    return [
+        replace(part, segments=(_without_workspaces(part.segments[0]),))
+        if part.segments[0].layer is None
+        else part
+        for part in parts
+    ]
+
+
+def _without_workspaces(segment: Segment) -> Segment:
+    if all(tag.category is not Category.WORKSPACES for tag in segment.tags):
+        return segment
+    rows = [
+        row
+        for row in zip(segment.block_ids, segment.sizes, segment.tags, strict=True)
+        if row[2].category is not Category.WORKSPACES
+    ]
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
+    return replace(segment, block_ids=columns[0], sizes=columns[1], tags=columns[2])
 
 
 class _Copies:
-    """Write segments again: with new identities for the blocks that were allocated in them."""
+    """Write parts again: with new identities for the blocks that were allocated in them."""
 
     def __init__(self, num_passes: int) -> None:
         self.next_pass = num_passes + 1
 
-    def fresh(
-        self, source: Sequence[Segment], *, step: int, among: Sequence[Segment] = ()
-    ) -> list[Segment]:
+    def fresh(self, source: Sequence[Part], *, step: int, among: Sequence[Part] = ()) -> list[Part]:
         """Return `among` (by default `source`) with new identities for what `source` allocates."""
-        allocated = [
-            block_id
-            for segment in source
-            for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
-            if size > 0
+        # a segment is of one pass; what it allocates is named after it
+        passes = [
+            next(
+                (
+                    block_id // PASS
+                    for block_id, size in zip(segment.block_ids, segment.sizes, strict=True)
+                    if size > 0
+                ),
+                None,
+            )
+            for part in source
+            for segment in part.segments
         ]
-        first = min(allocated, default=0) // PASS
-        end = max(allocated, default=0) // PASS + 1
+        known = [number for number in passes if number is not None]
+        first, end = min(known, default=0), max(known, default=-1) + 1
         moved = range(first * PASS, end * PASS)
         by = (self.next_pass - first) * PASS
         self.next_pass += end - first
-        return [self._copy(segment, step, moved, by) for segment in (among or source)]
+        return [self._copy(part, step, moved, by) for part in (among or source)]
 
-    def same(self, source: Sequence[Segment], *, step: int) -> list[Segment]:
+    def same(self, source: Sequence[Part], *, step: int) -> list[Part]:
         """Return `source` in another step, about the same blocks."""
-        return [self._copy(segment, step) for segment in source]
+        return [self._copy(part, step) for part in source]
 
     @staticmethod
-    def _copy(segment: Segment, step: int, moved: range = range(0), by: int = 0) -> Segment:
+    def _copy(part: Part, step: int, moved: range = range(0), by: int = 0) -> Part:
         low, high = moved.start, moved.stop
-        return Segment(
-            phase=segment.phase,
-            step=step,
-            layer=segment.layer,
-            block_ids=[
-                block_id + by if low <= block_id < high else block_id
-                for block_id in segment.block_ids
+        segments = tuple(
+            [
+                Segment(
+                    phase=segment.phase,
+                    step=step,
+                    layer=segment.layer,
+                    block_ids=[
+                        block_id + by if low <= block_id < high else block_id
+                        for block_id in segment.block_ids
+                    ]
+                    if by
+                    else segment.block_ids,
+                    sizes=segment.sizes,
+                    tags=segment.tags,
+                )
+                for segment in part.segments
             ]
-            if by
-            else segment.block_ids,
-            sizes=segment.sizes,
-            tags=segment.tags,
         )
+        return Part(segments=segments, times=part.times, shift=part.shift)
