@@ -124,4 +124,4 @@ def test_a_free_with_another_tag_is_refused() -> None:
     """The sum by tag would show a negative component: an error, not a breakdown."""
     rows = [(1, 512, HIDDEN), (1, -512, WEIGHT), (2, 2048, SCRATCH)]
     with pytest.raises(InputError, match="frees more of `weights: w`"):
-        peak(Timeline(parts=(Part(segments=(segment(rows),)),)))
+        _ = peak(Timeline(parts=(Part(segments=(segment(rows),)),))).alive

@@ -10,8 +10,9 @@ if `net` is positive, else that of the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 
 from wazn.errors import InputError
@@ -35,8 +36,8 @@ class PhaseLevels:
 class Peak:
     """The highest point of a timeline; of several equal ones the first.
 
-    `index` counts the events of `Timeline.events()`; the peak is reached with this one. `alive` sums to `peak_bytes`,
-    largest tag first. `resident_bytes` is what is left at the end. For an empty timeline, the location is None.
+    `index` counts the events of `Timeline.events()`; the peak is reached with this one. `resident_bytes` is what is
+    left at the end. For an empty timeline, the location is None.
     """
 
     peak_bytes: int
@@ -44,9 +45,17 @@ class Peak:
     step: int | None
     phase: Phase | None
     layer: int | None
-    alive: Mapping[Tag, int]
     phases: tuple[PhaseLevels, ...]
     resident_bytes: int
+    sum_alive: Callable[[], Mapping[Tag, int]] = field(repr=False, compare=False)
+
+    @property
+    def alive(self) -> Mapping[Tag, int]:
+        """What is allocated at the peak: sums to `peak_bytes`, largest tag first; summed when first asked for.
+
+        Raises: InputError if more is freed of a tag than was allocated.
+        """
+        return self.sum_alive()
 
     def by_category(self) -> dict[Category, int]:
         """Return `alive` summed over the labels, largest first."""
@@ -80,8 +89,6 @@ def peak(timeline: Timeline) -> Peak:
     """Return the highest point of a timeline.
 
     A free must carry the tag of its allocation, as `Timeline` promises; the breakdown is a sum over tags.
-
-    Raises: InputError if more is freed of a tag than was allocated.
 
     >>> from wazn.timeline.events import Part
     >>> tag = Tag(Category.WEIGHTS, "w")
@@ -122,12 +129,12 @@ def peak(timeline: Timeline) -> Peak:
         step=None if where is None else where.step,
         phase=None if where is None else where.phase,
         layer=None if place is None else _layer(timeline, place),
-        alive={} if place is None else _alive(timeline, columns, place),
         phases=tuple(
             PhaseLevels(step=step, phase=phase, peak_bytes=top, resident_bytes=resident)
             for (step, phase), (top, resident) in phases.items()
         ),
         resident_bytes=level,
+        sum_alive=dict if place is None else cache(partial(_alive, timeline, columns, place)),
     )
 
 
