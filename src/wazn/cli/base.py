@@ -45,11 +45,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """Return the known names that look most like `name`, best first; possibly none."""
-    from difflib import get_close_matches  # only a mistyped name pays for it
+    from wazn.facts import names  # only a mistyped name pays for it
 
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    close = get_close_matches(name[:100].lower(), list(by_lower), n=limit, cutoff=0.5)
-    return tuple(by_lower[candidate] for candidate in close)
+    return names.nearest_names(name, known, at_most=limit)
 
 
 def did_you_mean(nearest: Sequence[str]) -> str | None:

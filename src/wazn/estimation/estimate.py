@@ -32,6 +32,7 @@ from wazn.estimation.options import OPTION_NAMES, Options, Resolved, refuse_unsu
 from wazn.estimation.targets import adapted_names
 from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import resolve_model, spec_of
+from wazn.facts.names import nearest_names
 from wazn.facts.notes import Note
 from wazn.facts.overheads import blas_workspace, cuda_context
 from wazn.facts.stacks import Habits, resolve_stack
@@ -83,12 +84,10 @@ def estimate(
             raise InputError(f"`{name}`: expected a name, found `{str(value)[:40]}`")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
-        from difflib import get_close_matches  # only a mistyped name pays for it
-
-        nearest = get_close_matches(unknown[0][:80], OPTION_NAMES, n=3, cutoff=0.5)
+        nearest = nearest_names(unknown[0], OPTION_NAMES, at_most=3)
         raise UnknownFact(
             f"unknown option `{unknown[0][:40]}`",
-            nearest=tuple(nearest),
+            nearest=nearest,
             hint=None if nearest else "options: " + ", ".join(OPTION_NAMES),
         )
     asked = Options(**{name: _joined(value) for name, value in options.items()})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from wazn.cluster import Cluster, Gpu, Layout, Offload, Parallel
 from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32, Dtype, parse_dtype
 from wazn.errors import InputError, UnknownFact, Unsupported
+from wazn.facts.names import nearest_names
 from wazn.facts.stacks import Habits
 from wazn.recipe import (
     Adapter,
@@ -412,12 +413,10 @@ def _choose(option: str, value: str, names: Mapping[str, _T]) -> _T:
     """Return what a name on a closed list means. Raises: UnknownFact with the nearest names."""
     if value in names:
         return names[value]
-    from difflib import get_close_matches  # only a mistyped name pays for it
-
-    nearest = get_close_matches(value[:80].lower(), list(names), n=3, cutoff=0.5)
+    nearest = nearest_names(value, names, at_most=3)
     raise UnknownFact(
         f"`--{option}`: unknown name `{value[:80]}`",
-        nearest=tuple(nearest),
+        nearest=nearest,
         hint=None if nearest else "one of " + ", ".join(f"`{name}`" for name in names),
     )
 

@@ -6,6 +6,7 @@ The same functions prepare the tables and answer questions.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = [
@@ -104,7 +105,7 @@ def parse_gpu_name(text: str) -> GpuName:
     return GpuName("".join(base), frozenset(forms), memory_gb)
 
 
-def nearest_names(text: str, names: list[str], *, at_most: int = 5) -> tuple[str, ...]:
+def nearest_names(text: str, names: Iterable[str], *, at_most: int = 5) -> tuple[str, ...]:
     """Return the names most like what was typed, best first. difflib is imported only here, for a wrong question."""
     import difflib
 

@@ -155,7 +155,7 @@ def _unpack(item: Tensor | Holder) -> Tensor:
 def _add_gradient(tape: Tape, target: Node, input_nr: int, held: Tensor) -> None:
     # references to `held`: the buffer, the caller's name, ours, and the argument of getrefcount
     alone = sys.getrefcount(held) <= _HELD_ALONE and _is_only_view(held)
-    if not (tape.accumulate_in_place and alone):
+    if not alone:
         target.gradients[input_nr] = tape.new(held.numel, held.dtype)
 
 

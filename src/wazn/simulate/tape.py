@@ -26,12 +26,10 @@ __all__ = ["SCALAR", "Node", "Parameter", "Storage", "Tape", "Tensor"]
 class Tape:
     """Records allocations, builds the graph, runs it backward.
 
-    accumulate_in_place: as on a GPU; False as PyTorch does with fake tensors, to compare with a rehearsal.
     copies: how many layers of the whole model a layer that is run stands for, where that is not one.
     """
 
-    def __init__(self, *, accumulate_in_place: bool = True) -> None:
-        self.accumulate_in_place = accumulate_in_place
+    def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.step = 0
         self.grad_enabled = True
