@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from tests.agreement.golden import Peaks
 from tests.recipes import make_recipe
@@ -17,6 +15,7 @@ from wazn.model.lora import adapted
 from wazn.model.spec import ModelSpec
 from wazn.recipe import (
     Adapter,
+    Attention,
     Checkpointing,
     KbitPreparation,
     Method,
@@ -30,7 +29,7 @@ from wazn.timeline.events import Timeline
 from wazn.units import round_up
 
 if TYPE_CHECKING:
-    from wazn.trace.step import Recipe as Rehearsed
+    from wazn.trace.rehearsal import Rehearsal
 
 DTYPES = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 METHODS = {"full": Method.FULL, "lora": Method.LORA, "qlora": Method.QLORA}
@@ -58,6 +57,7 @@ class Case:
     kbit: bool = True
     dora: bool = False
     dropout: float = 0.0
+    attention: str = "sdpa"
     saved: tuple[str, ...] = ()  # modules that are trained whole beside the adapters
     changes: tuple[tuple[str, Any], ...] = ()  # of the configuration
 
@@ -65,9 +65,10 @@ class Case:
         """The configuration, cut."""
         config = dict(resolve_model(self.model).mapping)
         key = next(k for k in ("num_hidden_layers", "n_layer") if k in config)
-        config[key] = self.layers
-        if isinstance(config.get("layer_types"), list):
-            config["layer_types"] = config["layer_types"][: self.layers]
+        whole, config[key] = config[key], self.layers
+        for name, value in config.items():
+            if isinstance(value, list) and len(value) == whole:  # layer_types, no_rope_layers
+                config[name] = value[: self.layers]
         return {**config, **dict(self.changes)}
 
     def spec(self) -> ModelSpec:
@@ -104,40 +105,27 @@ class Case:
             micro_batch=self.micro_batch,
             seq_len=self.seq_len,
             checkpointing=CHECKPOINTING[self.checkpointing],
+            attention=Attention(self.attention),
             inputs_require_grad=self.method != "full" and self.checkpointing != "none",
         )
 
-    def rehearsed(self) -> Rehearsed:
-        """For the rehearsal."""
-        from wazn.trace.step import Recipe as Rehearsed
 
-        return Rehearsed(
-            method=self.method,
-            targets=self.targets if len(self.targets) > 1 else (self.targets or ("all-linear",))[0],
-            lora_dropout=self.dropout,
-            dora=self.dora,
-            prepare_kbit=self.kbit,
-            weight_dtype=self.weights,
-            autocast_dtype=self.autocast,
-            adapter_dtype=None if self.adapters == "float32" else self.adapters,  # peft's own
-            micro_batch=self.micro_batch,
-            seq_len=self.seq_len,
-            checkpointing=self.checkpointing,
-            matmul_workspaces=False,
-        )
+def rehearsal(case: Case) -> Rehearsal:
+    """What the real libraries do."""
+    from wazn.trace.script import Script
+    from wazn.trace.step import rehearse
+
+    return rehearse(case.config(), case.recipe(), Script(matmul_workspaces=False))
 
 
 def real_peaks(case: Case) -> Peaks:
     """The rehearsal's peaks by step and phase."""
-    import peft
+    return rehearsal(case).peaks()
 
-    from wazn.trace.step import rehearse
 
-    if not case.saved:
-        return rehearse(case.config(), case.rehearsed()).peaks()
-    with_saved = partial(peft.LoraConfig, modules_to_save=list(case.saved))
-    with patch.object(peft, "LoraConfig", with_saved):
-        return rehearse(case.config(), case.rehearsed()).peaks()
+def real_timeline(case: Case) -> Timeline:
+    """The rehearsal's timeline."""
+    return rehearsal(case).timeline()
 
 
 def tape_timeline(case: Case) -> Timeline:
@@ -164,4 +152,12 @@ def tape_peaks(case: Case) -> Peaks:
     return peaks
 
 
-__all__ = ["Case", "Peaks", "real_peaks", "tape_peaks", "tape_timeline"]
+__all__ = [
+    "Case",
+    "Peaks",
+    "real_peaks",
+    "real_timeline",
+    "rehearsal",
+    "tape_peaks",
+    "tape_timeline",
+]

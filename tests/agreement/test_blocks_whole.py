@@ -17,7 +17,7 @@ from tests.agreement.test_blocks import EAGER_ONLY
 from tests.recipes import make_recipe
 from wazn.facts.stacks import resolve_stack
 from wazn.model.config import read_config
-from wazn.recipe import Attention, Checkpointing
+from wazn.recipe import Attention, Checkpointing, Recipe
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Phase
 from wazn.units import round_up
@@ -27,28 +27,26 @@ BATCH, LENGTH = 2, 256
 
 def real_peaks(config: dict[str, Any], *, attention: str, checkpointing: str) -> Peaks:
     """The rehearsal's peaks by step and phase."""
-    from wazn.trace.step import Recipe as Rehearsed
+    from wazn.trace.script import Script
     from wazn.trace.step import rehearse
 
-    recipe = Rehearsed(
-        micro_batch=BATCH,
-        seq_len=LENGTH,
-        attention=attention,
-        checkpointing=checkpointing,
-        matmul_workspaces=False,
-    )
-    return joined(rehearse(config, recipe).peaks())
+    recipe = _recipe(attention, checkpointing)
+    return joined(rehearse(config, recipe, Script(matmul_workspaces=False)).peaks())
 
 
-def tape_peaks(config: dict[str, Any], *, attention: str, checkpointing: str) -> Peaks:
-    """The tape's peaks by step and phase."""
-    spec = read_config(config, id="test", path="test")
-    recipe = make_recipe(
+def _recipe(attention: str, checkpointing: str) -> Recipe:
+    return make_recipe(
         micro_batch=BATCH,
         seq_len=LENGTH,
         attention=Attention(attention),
         checkpointing=Checkpointing(checkpointing),
     )
+
+
+def tape_peaks(config: dict[str, Any], *, attention: str, checkpointing: str) -> Peaks:
+    """The tape's peaks by step and phase."""
+    spec = read_config(config, id="test", path="test")
+    recipe = _recipe(attention, checkpointing)
     peaks: Peaks = {}
     current_bytes = 0
     habits = resolve_stack("hf@5.24", family=spec.family)

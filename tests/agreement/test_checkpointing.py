@@ -36,20 +36,11 @@ SCALARS_BYTES = 4 * 512  # a buffer of the rotary table, and numbers of the loss
 @pytest.mark.parametrize("name", ["none", "full", "full-reentrant", "every-n", "selective-op"])
 def test_whole_layers_and_operations(name: str) -> None:
     """Loss and backward of a small Llama peak where the real model does under the same checkpointing."""
-    from wazn.trace.step import Recipe, rehearse
+    from wazn.trace.script import Script
+    from wazn.trace.step import rehearse
 
-    real = rehearse(
-        CONFIG,
-        Recipe(
-            checkpointing=name,
-            checkpoint_every=2,
-            micro_batch=2,
-            seq_len=512,
-            num_steps=1,
-            matmul_workspaces=False,
-        ),
-    ).peaks()
     recipe = make_recipe(checkpointing=Checkpointing(name), checkpoint_every=2)
+    real = rehearse(CONFIG, recipe, Script(num_steps=1, matmul_workspaces=False)).peaks()
     spec = read_config(CONFIG, id="llama", path="config.json")
     levels = peak(simulate(spec, recipe, resolve_stack("hf", family="llama")).timeline).phases
     tape = {(level.step, level.phase.value): level.peak_bytes for level in levels}

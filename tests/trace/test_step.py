@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.recipes import AUTOCAST, BF16, lora_recipe, make_recipe, qlora_recipe
+from wazn.dtypes import BFLOAT16, FLOAT32
+from wazn.recipe import Attention, Checkpointing, Optimizer, Recipe
 from wazn.timeline.breakdown import peak
 from wazn.timeline.events import Category
 from wazn.trace.rehearsal import Rehearsal, signed_rounded
-from wazn.trace.step import Recipe, main, rehearse
+from wazn.trace.script import Script
+from wazn.trace.step import rehearse
 
 # mistralai/Mistral-7B-v0.1, config.json
 MISTRAL_7B: dict[str, Any] = {
@@ -49,36 +54,55 @@ def test_full_fine_tuning_of_mistral_7b_as_it_was_measured() -> None:
     The peak is the optimizer's step: weights, gradients and two states of 7,241,732,096 parameters, foreach's temporary
     of those with weight decay (all but 65 norms of 4,096), 2 bytes each, and cuBLAS's workspaces.
     """
-    recipe = Recipe(micro_batch=4, seq_len=4096, checkpointing="full", attention="flash")
+    recipe = make_recipe(
+        micro_batch=4,
+        seq_len=4096,
+        checkpointing=Checkpointing.FULL,
+        attention=Attention.FLASH,
+    )
     rehearsal = rehearse(MISTRAL_7B, recipe)
     assert abs(rehearsal.peak_bytes - 72_434_837_504) < 2**20
     peak_phase = max(rehearsal.peaks().items(), key=lambda item: item[1])[0]
     assert peak_phase[1] == "optimizer-step"
     copies = 2 * (5 * 7_241_732_096 - 65 * 4096)
     assert 0 <= rehearsal.peak_bytes - copies - CUBLAS_BYTES < 2**20
-    breakdown = rehearsal.breakdown_at_peak()
-    assert breakdown[Category.OPTIMIZER_STATES] == 2 * 7_241_732_096 * 2
-    assert sum(breakdown.values()) == rehearsal.peak_bytes
+    sums = peak(rehearsal.timeline()).by_category()
+    assert sums[Category.OPTIMIZER_STATES] == 2 * 7_241_732_096 * 2
+    assert sum(sums.values()) == rehearsal.peak_bytes
+
+
+UNDER_AUTOCAST = replace(BF16, autocast_dtype=BFLOAT16)
+
+
+def one_sample(**choices: Any) -> dict[str, Any]:
+    """One sample of 2,048 tokens."""
+    return {"micro_batch": 1, "seq_len": 2048, **choices}
 
 
 RECIPES: dict[str, Recipe] = {
-    "full, bf16": Recipe(),
-    "full, fused AdamW": Recipe(optimizer="adamw-fused"),
-    "full, SGD with momentum": Recipe(optimizer="sgd-momentum"),
-    "full, fp32": Recipe(weight_dtype="float32"),
-    "full, bf16 mixed": Recipe(weight_dtype="float32", autocast_dtype="bfloat16"),
-    "full, checkpointing": Recipe(checkpointing="full"),
-    "full, reentrant checkpointing": Recipe(checkpointing="full-reentrant"),
-    "full, eager attention": Recipe(attention="eager"),
-    "full, flash-attn": Recipe(attention="flash"),
-    "full, accumulation": Recipe(grad_accum=2),
-    "lora": Recipe(method="lora", lora_dropout=0.1),
-    "lora, bf16 autocast": Recipe(method="lora", autocast_dtype="bfloat16"),
-    "lora, checkpointing": Recipe(method="lora", checkpointing="full"),
-    "lora, reentrant checkpointing": Recipe(method="lora", checkpointing="full-reentrant"),
-    "dora": Recipe(method="lora", dora=True),
-    "qlora": Recipe(method="qlora", autocast_dtype="bfloat16"),
-    "qlora, checkpointing": Recipe(method="qlora", checkpointing="full", double_quant=False),
+    "full, bf16": make_recipe(**one_sample()),
+    "full, fused AdamW": make_recipe(**one_sample(optimizer=Optimizer.ADAMW_FUSED)),
+    "full, SGD with momentum": make_recipe(**one_sample(optimizer=Optimizer.SGD_MOMENTUM)),
+    "full, fp32": make_recipe(**one_sample(precision=replace(BF16, weight_dtype=FLOAT32))),
+    "full, bf16 mixed": make_recipe(**one_sample(precision=AUTOCAST)),
+    "full, checkpointing": make_recipe(**one_sample(checkpointing=Checkpointing.FULL)),
+    "full, reentrant checkpointing": make_recipe(
+        **one_sample(checkpointing=Checkpointing.FULL_REENTRANT)
+    ),
+    "full, eager attention": make_recipe(**one_sample(attention=Attention.EAGER)),
+    "full, flash-attn": make_recipe(**one_sample(attention=Attention.FLASH)),
+    "full, accumulation": make_recipe(**one_sample(grad_accum=2)),
+    "lora": lora_recipe(dropout=0.1, **one_sample()),
+    "lora, bf16 autocast": lora_recipe(**one_sample(precision=UNDER_AUTOCAST)),
+    "lora, checkpointing": lora_recipe(**one_sample(checkpointing=Checkpointing.FULL)),
+    "lora, reentrant checkpointing": lora_recipe(
+        **one_sample(checkpointing=Checkpointing.FULL_REENTRANT, inputs_require_grad=True)
+    ),
+    "dora": lora_recipe(dora=True, **one_sample()),
+    "qlora": qlora_recipe(**one_sample(precision=UNDER_AUTOCAST)),
+    "qlora, checkpointing": qlora_recipe(
+        double_quant=False, **one_sample(checkpointing=Checkpointing.FULL)
+    ),
 }
 
 
@@ -92,11 +116,11 @@ def test_every_recipe_runs_and_leaks_nothing(name: str) -> None:
 
 def test_bf16_weights_keep_their_gradients_and_states_in_bf16() -> None:
     """2 + 2 + 2 + 2 bytes per parameter, as transformers trains bf16 weights without a master copy."""
-    rehearsal = rehearse(TINY, Recipe(matmul_workspaces=False))
+    rehearsal = rehearse(TINY, make_recipe(), Script(matmul_workspaces=False))
     sums: dict[Category, int] = dict.fromkeys(Category, 0)
     for event in rehearsal.events:
-        if event.num_bytes > 0 and event.step <= 1 and event.block_id in rehearsal.categories:
-            sums[rehearsal.categories[event.block_id]] += event.num_bytes
+        if event.num_bytes > 0 and event.step <= 1 and event.block_id in rehearsal.names:
+            sums[rehearsal.names[event.block_id][0]] += event.num_bytes
     parameters = 2 * 1000 * 256 + 256 + 2 * (256 * (256 + 128 + 128 + 256 + 3 * 512) + 2 * 256)
     rotary = 2 * 32 * 4  # inv_freq and its original, fp32
     assert sums[Category.WEIGHTS] == 2 * parameters + rotary
@@ -106,12 +130,13 @@ def test_bf16_weights_keep_their_gradients_and_states_in_bf16() -> None:
 
 def test_accumulation_keeps_a_gradient_buffer() -> None:
     """With two micro-batches the gradients of the first are alive in the forward of the second."""
-    one, two = (rehearse(TINY, Recipe(grad_accum=number)) for number in (1, 2))
+    one, two = (rehearse(TINY, make_recipe(grad_accum=number)) for number in (1, 2))
     gradients = (
         sum(
             event.num_bytes
             for event in one.events
-            if event.num_bytes > 0 and one.categories.get(event.block_id) is Category.GRADIENTS
+            if event.num_bytes > 0
+            and one.names.get(event.block_id, (None,))[0] is Category.GRADIENTS
         )
         // 2
     )
@@ -122,28 +147,15 @@ def test_accumulation_keeps_a_gradient_buffer() -> None:
 def test_flash_attn_and_sdpa_differ_by_the_random_state_only() -> None:
     """Without padding both run FlashAttention-2; PyTorch's keeps one more scalar per layer."""
     sdpa, flash = (
-        rehearse(TINY, Recipe(attention=name)).peaks()[1, "forward"] for name in ("sdpa", "flash")
+        rehearse(TINY, make_recipe(attention=name)).peaks()[1, "forward"]
+        for name in (Attention.SDPA, Attention.FLASH)
     )
     assert 0 <= sdpa - flash <= 2 * 512 + 3 * 512
 
 
-def test_the_command_prints_peaks_and_events(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`python -m wazn.trace.step config.json --events` writes one line per event, then the peaks by phase."""
-    import json
-
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY))
-    main([str(path), "--layers", "1", "--seq-len", "64", "--num-steps", "1", "--events"])
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("step 1 optimizer-step") for line in lines)
-    assert any("aten.embedding.default [1, 64, 256] bfloat16" in line for line in lines)
-
-
 def test_the_rehearsal_is_a_timeline() -> None:
     """The timeline has the same events and the same peak, and the lines of its breakdown sum to it."""
-    rehearsal = rehearse(TINY, Recipe(method="lora", checkpointing="full"))
+    rehearsal = rehearse(TINY, lora_recipe(checkpointing=Checkpointing.FULL))
     timeline = rehearsal.timeline()
     assert timeline.num_events == len(rehearsal.events)
     highest = peak(timeline)
@@ -177,8 +189,8 @@ def test_checkpointing_by_operation_keeps_every_other_product_and_attention() ->
     512 tokens; heads of 64, 4 of queries and 2 of keys; two layers.
     """
     whole, selective = (
-        level_before_the_loss(rehearse(TINY, Recipe(seq_len=512, checkpointing=name)))
-        for name in ("full", "selective-op")
+        level_before_the_loss(rehearse(TINY, make_recipe(micro_batch=1, checkpointing=name)))
+        for name in (Checkpointing.FULL, Checkpointing.SELECTIVE_OP)
     )
     products = 512 * (256 + 128 + 512 + 256) * 2  # q, v, gate, down
     attention = 512 * 256 * 2 + 4 * 512 * 4 + 512 + 512
@@ -191,7 +203,9 @@ def test_every_second_layer_is_checkpointed() -> None:
     The first checkpoint also holds on to the position ids, 512 of 8 bytes, which are let go of without one.
     """
     none, every, whole = (
-        level_before_the_loss(rehearse(TINY, Recipe(seq_len=512, checkpointing=name)))
-        for name in ("none", "every-n", "full")
+        level_before_the_loss(
+            rehearse(TINY, make_recipe(micro_batch=1, checkpointing=name, checkpoint_every=2))
+        )
+        for name in (Checkpointing.NONE, Checkpointing.EVERY_N, Checkpointing.FULL)
     )
     assert none - every + 512 * 8 == every - whole

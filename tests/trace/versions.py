@@ -17,7 +17,10 @@ from typing import Any
 
 import transformers
 
-from wazn.trace.step import Recipe, rehearse
+from tests.recipes import AUTOCAST, lora_recipe, make_recipe
+from wazn.recipe import Checkpointing, Recipe
+from wazn.trace.script import Script
+from wazn.trace.step import rehearse
 
 __all__ = ["CASES", "RECORD", "measure"]
 
@@ -82,12 +85,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"model_type": "granite", **_LLAMA},
     "olmo2": {"model_type": "olmo2", **_LLAMA},
 }
-_SHAPE: dict[str, Any] = {"micro_batch": 2, "seq_len": 512, "matmul_workspaces": False}
 RECIPES: dict[str, Recipe] = {
-    "full": Recipe(**_SHAPE),
-    "full, checkpointing": Recipe(checkpointing="full", **_SHAPE),
-    "full, autocast": Recipe(weight_dtype="float32", autocast_dtype="bfloat16", **_SHAPE),
-    "lora": Recipe(method="lora", lora_dropout=0.1, **_SHAPE),
+    "full": make_recipe(),
+    "full, checkpointing": make_recipe(checkpointing=Checkpointing.FULL),
+    "full, autocast": make_recipe(precision=AUTOCAST),
+    "lora": lora_recipe(dropout=0.1),
 }
 CASES = {
     f"{model}: {recipe}": (model, recipe)
@@ -100,7 +102,7 @@ CASES = {
 def measure(case: str) -> dict[str, int]:
     """Rehearse one case with the installed version; returns the peaks by `step phase`."""
     model, recipe = CASES[case]
-    peaks = rehearse(MODELS[model], RECIPES[recipe]).peaks()
+    peaks = rehearse(MODELS[model], RECIPES[recipe], Script(matmul_workspaces=False)).peaks()
     return {f"{step} {phase}": peak_bytes for (step, phase), peak_bytes in peaks.items()}
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["LAYER", "PASS", "Category", "Event", "Part", "Phase", "Segment", "Tag", "Timeline"]
+__all__ = ["LAYER", "PASS", "Category", "Event", "Origin", "Part", "Phase", "Segment", "Tag", "Timeline"]
 
 LAYER = 1 << 20
 PASS = 1 << 40
@@ -54,11 +54,22 @@ class Phase(StrEnum):
     ZERO_GRAD = "zero-grad"
 
 
+class Origin(NamedTuple):
+    """Where a block was made: a module's path, such as `model.layers.17.mlp`, and a line of code."""
+
+    module: str
+    line: str
+
+
 class Tag(NamedTuple):
-    """What a block is, for attribution: its category and a label such as `mlp.down_proj: output`."""
+    """What a block is, for attribution: its category and a label such as `mlp.down_proj: output`.
+
+    Of real code the label is the operation, and `origin` says where it stands.
+    """
 
     category: Category
     label: str
+    origin: Origin | None = None
 
 
 class Event(NamedTuple):

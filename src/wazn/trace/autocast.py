@@ -125,7 +125,7 @@ def _flat(value: Any) -> list[Any]:
 
 @contextmanager
 def _both_devices() -> Iterator[None]:
-    """While the context lasts, "is autocast on?" gives one answer for cpu and cuda."""
+    """While the context lasts, "is autocast on?" gives one answer for cpu and cuda, and either switches it on."""
     is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def is_autocast_enabled(device_type: str = "cpu") -> bool:
@@ -134,16 +134,32 @@ def _both_devices() -> Iterator[None]:
     def get_autocast_dtype(device_type: str = "cpu") -> torch.dtype:
         return get_dtype("cpu" if device_type == "cuda" else device_type)
 
-    patched: dict[str, Callable[..., Any]] = {
-        "is_autocast_enabled": is_autocast_enabled,
-        "get_autocast_dtype": get_autocast_dtype,
-        "get_autocast_gpu_dtype": get_autocast_dtype,
-    }
-    originals = {name: getattr(torch, name) for name in patched}
-    for name, function in patched.items():
-        setattr(torch, name, function)
+    enter = torch.autocast.__init__
+
+    def init(
+        region: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if (
+            device_type == "cuda"
+        ):  # fp16 unless something else is said: at::autocast::autocast_gpu_dtype
+            device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
+        enter(region, device_type, dtype, enabled, cache_enabled)
+
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch, "is_autocast_enabled", is_autocast_enabled),
+        (torch, "get_autocast_dtype", get_autocast_dtype),
+        (torch, "get_autocast_gpu_dtype", get_autocast_dtype),
+        (torch.autocast, "__init__", init),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in patches]
+    for owner, name, function in patches:
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(torch, name, function)
+        for (owner, name, _), original in zip(patches, originals, strict=True):
+            setattr(owner, name, original)

@@ -5,7 +5,8 @@ this file down CUDA's path. Everything it calls is a real PyTorch operator with 
 
 It also keeps host and device apart. Both are the cpu device here; what a factory makes without naming a
 device is in host memory, as in a real run, and so is what is computed from such tensors alone. They are
-not counted.
+not counted. Where code names `cuda`, or a card by its number, the world's device is put in its place; the text
+`cpu` is the host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._device import _device_constructors
 
 from wazn.trace.attention import sdpa_on_cuda
 from wazn.trace.autocast import autocast_dtype, no_autocast
-from wazn.trace.tracker import StorageTracker
+from wazn.trace.tracker import DEVICE, StorageTracker
 
 __all__ = ["Habits"]
 
@@ -63,7 +64,10 @@ class Habits(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func`, or what CUDA does instead."""
-        kwargs = kwargs or {}
+        if not kwargs:
+            kwargs = {}
+        elif "device" in kwargs:
+            kwargs = {**kwargs, "device": _stand_in(kwargs["device"])}
         instead = _INSTEAD.get(func)
         if instead is not None:
             return instead(self, func, *args, **kwargs)
@@ -71,6 +75,15 @@ class Habits(TorchFunctionMode):
             with self.tracker.going_to("host"):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _stand_in(device: Any) -> Any:
+    """Return the world's device for one that names a card: `cuda`, `cuda:0`, a `torch.device` of that kind, a number."""
+    if isinstance(device, torch.device):
+        return DEVICE if device.type == "cuda" else device
+    if isinstance(device, str):
+        return DEVICE if device.startswith("cuda") else device
+    return DEVICE if type(device) is int else device
 
 
 def _sdpa(
@@ -198,6 +211,10 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _to(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A tensor that moves between host and device is copied; here both have one device type."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype):
+        return func(tensor, args[0])
+    if args:
+        args = (_stand_in(args[0]), *args[1:])
     to_host = _names_the_host(habits, *args, **kwargs)
     is_on_host = habits.tracker.is_on_host(tensor)
     if to_host is None or to_host is is_on_host:
@@ -223,6 +240,25 @@ def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: 
     return _to(habits, torch.Tensor.to, tensor, "cpu")
 
 
+def _cuda(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _to(habits, torch.Tensor.to, tensor, DEVICE)
+
+
+def _is_cuda(habits: Habits, func: Any, tensor: torch.Tensor) -> bool:
+    return not habits.tracker.is_on_host(tensor)
+
+
+def _pin_memory(
+    habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Pinned memory is host memory, of an allocator of its own: a copy that is not counted.
+
+    Source: `_pin_memory` in aten/src/ATen/native/Memory.cpp.
+    """
+    with habits.tracker.going_to("host"):
+        return torch.clone(tensor)
+
+
 # Factories leave their result in host memory unless a device is named; libraries write the host as the
 # text "cpu" and pass the model's device on as an object.
 _FACTORIES = {*_device_constructors(), torch.get_rng_state, torch.tensor}
@@ -237,4 +273,7 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.rms_norm: _rms_norm,
     torch.Tensor.to: _to,
     torch.Tensor.cpu: _cpu,
+    torch.Tensor.cuda: _cuda,
+    torch.Tensor.pin_memory: _pin_memory,
+    torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
 }

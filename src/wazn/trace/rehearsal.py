@@ -1,24 +1,32 @@
-"""What a rehearsal saw: its events, peaks by phase, the breakdown of the peak, the timeline."""
+"""What a rehearsal saw: its events, peaks by phase, and the timeline, in which each block knows what it is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
-from wazn.timeline.events import Category, Part, Phase, Segment, Tag, Timeline
+from wazn.timeline.events import Category, Origin, Part, Phase, Segment, Tag, Timeline
 from wazn.trace.tracker import StorageEvent, rounded_bytes
 
-__all__ = ["Rehearsal", "signed_rounded"]
+__all__ = ["LOSS", "Rehearsal", "signed_rounded"]
+
+LOSS = "loss"  # the place of the loss function, which is no module of the model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What happened: every allocation and free in order, and what the long-lived blocks are.
+    """What happened: every allocation and free in order, and what the blocks are that somebody named.
 
+    names: by block, its category and the module it belongs to.
+    head: the path of the module that makes the logits, if there is one.
     Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
     """
 
     events: tuple[StorageEvent, ...]
-    categories: dict[int, Category] = field(default_factory=dict)
+    names: dict[int, tuple[Category, str]] = field(default_factory=dict)
+    head: str | None = None
+    num_parameters: int = 0
+    num_trainable_parameters: int = 0
 
     def peaks(self) -> dict[tuple[int, str], int]:
         """Return the peak by (step, phase), in order of appearance."""
@@ -39,8 +47,8 @@ class Rehearsal:
     def timeline(self) -> Timeline:
         """Return the events as a timeline: one part, one segment for each stretch of one phase and step.
 
-        A block without a name of its own is a workspace of cuBLAS, of the logits and the loss when it was
-        made in that phase, a temporary when it dies in the phase that made it, and an activation otherwise.
+        A block without a name of its own is a workspace of cuBLAS; of the logits and the loss when the head or the
+        loss function made it; a temporary when it dies in the phase that made it; and an activation otherwise.
         """
         tags = self._tags()
         segments: list[Segment] = []
@@ -63,50 +71,40 @@ class Rehearsal:
         return Timeline(parts=(Part(segments=tuple(segments)),))
 
     def _tags(self) -> dict[int, Tag]:
-        born: dict[int, StorageEvent] = {}
+        make = cache(_tag)
+        died: dict[int, StorageEvent] = {
+            event.block_id: event for event in self.events if event.num_bytes < 0
+        }
         tags: dict[int, Tag] = {}
         for event in self.events:
-            made = born.setdefault(event.block_id, event)
-            if event.num_bytes > 0:
-                category = self.categories.get(event.block_id, Category.ACTIVATIONS)
-                if event.block_id not in self.categories:
-                    category = _category_by_birth(event)
-                tags[event.block_id] = Tag(category, event.op)
-            elif tags[event.block_id].category is Category.ACTIVATIONS and (
-                (made.step, made.phase) == (event.step, event.phase)
-            ):
-                tags[event.block_id] = Tag(Category.TEMPORARY, made.op)
+            if event.num_bytes < 0:
+                continue
+            module, line = event.place
+            category, owner = self.names.get(event.block_id, (None, ""))
+            if category is None:
+                category = self._category(event, died.get(event.block_id))
+            tags[event.block_id] = make(category, event.op, owner or module, line)
         return tags
 
-    def breakdown_at_peak(self) -> dict[str, int]:
-        """Return what was alive at the peak by category, largest first; the rest is `activations and
-        temporary`.
-        """
-        peak_bytes, current_bytes = self.peak_bytes, 0
-        alive: dict[int, int] = {}
-        for event in self.events:
-            current_bytes += signed_rounded(event.num_bytes)
-            if event.num_bytes < 0:
-                del alive[event.block_id]
-                continue
-            alive[event.block_id] = rounded_bytes(event.num_bytes)
-            if current_bytes == peak_bytes:
-                break
-        sums: dict[str, int] = {}
-        for block_id, num_bytes in alive.items():
-            name = str(self.categories.get(block_id, "activations and temporary"))
-            sums[name] = sums.get(name, 0) + num_bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    def _category(self, born: StorageEvent, died: StorageEvent | None) -> Category:
+        if born.op.startswith("cublas"):
+            return Category.WORKSPACES
+        if born.phase == Phase.LOSS or born.place.module == LOSS:
+            return Category.LOGITS_AND_LOSS
+        if self._is_of_head(born.place.module) and born.phase == Phase.FORWARD:
+            return Category.LOGITS_AND_LOSS
+        if died is not None and (died.step, died.phase) == (born.step, born.phase):
+            return Category.TEMPORARY
+        return Category.ACTIVATIONS
+
+    def _is_of_head(self, module: str) -> bool:
+        return self.head is not None and (module + ".").startswith(self.head + ".")
+
+
+def _tag(category: Category, op: str, module: str, line: str) -> Tag:
+    return Tag(category, op, Origin(module, line))
 
 
 def signed_rounded(num_bytes: int) -> int:
     """Return an event's size rounded to blocks of 512 bytes, its sign kept."""
     return rounded_bytes(num_bytes) if num_bytes > 0 else -rounded_bytes(-num_bytes)
-
-
-def _category_by_birth(event: StorageEvent) -> Category:
-    if event.op.startswith("cublas"):
-        return Category.WORKSPACES
-    if event.phase == Phase.LOSS:
-        return Category.LOGITS_AND_LOSS
-    return Category.ACTIVATIONS

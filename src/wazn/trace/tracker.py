@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from wazn.timeline.events import Category
+from wazn.trace.places import NOWHERE, Place, Places
 from wazn.units import round_up
 
 __all__ = [
@@ -46,7 +48,7 @@ class StorageEvent(NamedTuple):
     dtype: str  # such as `bfloat16`
     phase: str
     step: int
-    module: str  # where in the model, when somebody says so
+    place: Place  # where in the model and in the code
 
 
 class _Block(NamedTuple):
@@ -79,8 +81,9 @@ class StorageTracker(TorchDispatchMode):
     """Records every storage that operations allocate while it is active.
 
     `events` is the record; `current_bytes` and `peak_bytes` are sums over live storages, each rounded to
-    512 bytes. `phase`, `step` and `module` are marks that the driver sets; they go into each event.
-    `run_operation`, if given, replaces the plain call of an operation (see `wazn.trace.world`).
+    512 bytes. `phase` and `step` are marks that the driver sets; they go into each event, as does the place
+    that `places` knows. `run_operation`, if given, replaces the plain call of an operation (see
+    `wazn.trace.world`). `names` says what blocks are, where somebody said so: see `name`.
     """
 
     def __init__(self, run_operation: Callable[..., Any] | None = None) -> None:
@@ -90,7 +93,9 @@ class StorageTracker(TorchDispatchMode):
         self.peak_bytes = 0
         self.phase = ""
         self.step = 0
-        self.module = ""
+        self.place = NOWHERE
+        self.places: Places | None = None
+        self.names: dict[int, tuple[Category, str]] = {}
         self.destination: str | None = (
             None  # `host` or `device` while a result is known to go there
         )
@@ -109,6 +114,8 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         """Run one operation and record what it allocated."""
         kwargs = kwargs or {}
+        if self.places is not None:
+            self.place = self.places.here()
         if self._run_operation is not None:
             result = self._run_operation(self, func, args, kwargs)
         else:
@@ -155,7 +162,14 @@ class StorageTracker(TorchDispatchMode):
 
     def alive(self) -> list[StorageEvent]:
         """Return the live blocks in order of allocation, each as an allocation without marks."""
-        return [StorageEvent(*block, "", 0, "") for block in self._alive.values()]
+        return [StorageEvent(*block, "", 0, NOWHERE) for block in self._alive.values()]
+
+    def name(self, value: Any, category: Category, module: str = "") -> None:
+        """Say what the blocks of the tensors in `value` are, and whose; what was said first stays."""
+        for tensor in tensors_in(value):
+            block_id = self.block_id(tensor)
+            if block_id is not None:
+                self.names.setdefault(block_id, (category, module))
 
     def keep_on_host(self, value: Any) -> None:
         """Say that the storages in `value` live in host memory: from now on they are not counted."""
@@ -215,7 +229,7 @@ class StorageTracker(TorchDispatchMode):
         self.current_bytes += rounded_bytes(num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         if num_bytes:
-            self.events.append(StorageEvent(*block, self.phase, self.step, self.module))
+            self.events.append(StorageEvent(*block, self.phase, self.step, self.place))
         return block.block_id
 
     def _free(self, block_id: int) -> None:
@@ -223,4 +237,4 @@ class StorageTracker(TorchDispatchMode):
         self.current_bytes -= rounded_bytes(block.num_bytes)
         if block.num_bytes:
             freed = block._replace(num_bytes=-block.num_bytes)
-            self.events.append(StorageEvent(*freed, self.phase, self.step, self.module))
+            self.events.append(StorageEvent(*freed, self.phase, self.step, self.place))

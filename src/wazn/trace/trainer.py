@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from wazn.dtypes import BFLOAT16
+from wazn.recipe import Recipe
 from wazn.timeline.events import Phase
+from wazn.trace.marks import name_states
+from wazn.trace.script import Script
 from wazn.trace.tracker import StorageTracker
 
 __all__ = ["train"]
@@ -23,16 +28,10 @@ def train(
     tracker: StorageTracker,
     model: Any,
     optimizer: torch.optim.Optimizer,
-    *,
-    micro_batch: int,
-    seq_len: int,
-    grad_accum: int,
-    num_steps: int,
-    bf16: bool,
-    max_grad_norm: float | None,
-    on_step: Callable[[], None],
+    recipe: Recipe,
+    script: Script,
 ) -> None:
-    """Run `num_steps` optimizer steps of `Trainer.train()`; `on_step()` is called before the gradients go.
+    """Run `script.num_steps` optimizer steps of `Trainer.train()`.
 
     Must run inside a world; the model has fake storages. Nothing is saved; the output folder is temporary.
     """
@@ -42,11 +41,11 @@ def train(
         arguments = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=grad_accum,
-            max_steps=num_steps,
-            bf16=bf16,
-            max_grad_norm=max_grad_norm or 0.0,
+            per_device_train_batch_size=recipe.micro_batch,
+            gradient_accumulation_steps=recipe.grad_accum,
+            max_steps=script.num_steps,
+            bf16=recipe.precision.autocast_dtype is BFLOAT16,
+            max_grad_norm=recipe.max_grad_norm or 0.0,
             save_strategy="no",
             logging_strategy="no",
             report_to="none",
@@ -56,10 +55,12 @@ def train(
         trainer = Trainer(
             model=model,
             args=arguments,
-            train_dataset=_Tokens(num_steps * grad_accum * micro_batch, seq_len),
+            train_dataset=_Tokens(
+                script.num_steps * recipe.grad_accum * recipe.micro_batch, recipe.seq_len
+            ),
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
         )
-        _mark_phases(tracker, trainer, on_step)
+        _mark_phases(tracker, trainer, partial(name_states, tracker, model, optimizer))
         trainer.train()
 
 

@@ -8,6 +8,7 @@ allocation is recorded, and CUDA's habits replace the CPU's:
     kernels     memory that CUDA kernels take for the time of one operation
     engine      what autograd does in place with real tensors only; answers to `.item()`
     libraries   what transformers, bitsandbytes and optimizers must believe
+    card        the answers of `torch.cuda`
 
 Why not a fake CUDA device: a CPU build of PyTorch cannot run backward on one (no device guard).
 """
@@ -22,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wazn.trace.autocast import cuda_autocast
+from wazn.trace.card import Card, fake_card
 from wazn.trace.engine import Engine
 from wazn.trace.habits import Habits
 from wazn.trace.libraries import (
@@ -44,11 +46,19 @@ class World:
         capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
         matmul_workspaces: whether the first matrix product of forward and of backward allocates the
             workspace of cuBLAS.
+        card: the card that `torch.cuda` describes; its capability wins. By default one without a name that has
+            room for everything.
     """
 
     def __init__(
-        self, *, capability: tuple[int, int] = _AMPERE, matmul_workspaces: bool = False
+        self,
+        *,
+        capability: tuple[int, int] = _AMPERE,
+        matmul_workspaces: bool = False,
+        card: Card | None = None,
     ) -> None:
+        self.card = card or Card.of_capability(capability)
+        capability = self.card.capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.tracker = StorageTracker(Engine(capability, matmul_workspaces=matmul_workspaces))
         self.capability = capability
@@ -67,6 +77,7 @@ class World:
         self._stack.enter_context(modules_can_move())
         self._stack.enter_context(foreach_by_default())
         self._stack.enter_context(bitsandbytes_on_cuda())
+        self._stack.enter_context(fake_card(self.card, self.tracker))
         habits = Habits(self.tracker, capability=self.capability)
         self._stack.enter_context(habits.through_backward())
         self._stack.enter_context(habits)

@@ -1,0 +1,118 @@
+"""What of a model is trained: a quantised base, adapters by the real `peft`, frozen parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from wazn.dtypes import FLOAT32
+from wazn.errors import InputError
+from wazn.recipe import Adapter, KbitPreparation, Quantization, QuantizationFormat, Recipe
+from wazn.trace.quantized import prepare_kbit, quantise_linears, quantise_linears_8bit
+
+__all__ = ["make_trainable"]
+
+
+def make_trainable(model: Any, recipe: Recipe) -> Any:
+    """Quantise, adapt and freeze a model on `meta` as the recipe says; return it, wrapped where it has adapters."""
+    if recipe.quantization is not None:
+        _quantise(model, recipe.quantization)
+    if recipe.adapter is not None:
+        return _with_adapters(model, recipe.adapter, recipe)
+    _freeze(model, recipe.trainable, recipe.freeze)
+    return model
+
+
+def _quantise(model: Any, quantization: Quantization) -> None:
+    if quantization.format is QuantizationFormat.INT8:
+        quantise_linears_8bit(model)
+    else:
+        quantise_linears(
+            model,
+            double_quant=quantization.double_quant,
+            quant_type=quantization.format.value,
+        )
+    if quantization.kbit_preparation is KbitPreparation.NONE:
+        return
+    outer = [model.get_input_embeddings(), model.get_output_embeddings()]
+    kept = [(module, module.weight.dtype) for module in outer if module is not None]
+    prepare_kbit(model)
+    if quantization.kbit_preparation is KbitPreparation.TRL:
+        # `peft_module_casting_to_bf16` in trl/trainer/utils.py: embeddings and head go back
+        for module, dtype in kept:
+            module.to(dtype)
+
+
+def _with_adapters(model: Any, adapter: Adapter, recipe: Recipe) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=2 * adapter.rank,
+        lora_dropout=adapter.dropout,
+        target_modules=_targets(model, adapter.targets),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_dora=adapter.dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        wrapped = get_peft_model(model, lora)
+    except ValueError as error:  # it says which names it did not find
+        raise InputError(f"`--targets`: peft refuses: {_first_sentence(error)}") from None
+    wanted = recipe.precision.adapter_dtype
+    if wanted is not FLOAT32:  # peft makes fp32 on a base in half precision
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, wanted.name))
+    return wrapped
+
+
+def _targets(model: Any, targets: tuple[str, ...]) -> str | list[str]:
+    """Return what `LoraConfig.target_modules` takes: `all-linear`, a regular expression, or names."""
+    if targets == ("attention",):
+        return _attention_linears(model)
+    if len(targets) == 1 and (
+        targets[0] == "all-linear" or re.search(r"[*+?\[\](){}|^$\\]", targets[0])
+    ):
+        return targets[0]
+    return list(targets)
+
+
+def _attention_linears(model: Any) -> list[str]:
+    """Return the last names of the matrices inside modules that are called attention."""
+    found = dict.fromkeys(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if re.search(r"attn|attention", name.rpartition(".")[0], re.IGNORECASE)
+        and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    )
+    if not found:
+        raise InputError("`--targets attention`: no linear layer of an attention was found")
+    return list(found)
+
+
+def _freeze(model: Any, trainable: Iterable[str], frozen: Iterable[str]) -> None:
+    """Freeze what the patterns (fnmatch on parameter names) say.
+
+    Raises: InputError where a pattern matches nothing or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for option, patterns in (("--trainable", trainable), ("--freeze", frozen)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise InputError(
+                    f"`{option} {pattern}` matches no parameter", hint=f"for example `{names[-1]}`"
+                )
+    for name, parameter in model.named_parameters():
+        wanted = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
+        parameter.requires_grad_(wanted and not any(fnmatchcase(name, p) for p in frozen))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("`--trainable` and `--freeze` leave nothing to train")
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,416 @@
+"""A card that is not there: what `torch.cuda` and `torch.accelerator` answer inside a world.
+
+Training code asks before it acts: is there a GPU, what can it do, how much memory is in use. Inside
+`fake_card` these questions are answered as on a machine with one NVIDIA card, so that unmodified code goes the
+way that it goes there: `accelerate` takes the device `cuda:0`, `Trainer` its optimizer and pinned memory for CUDA.
+Where such code then names `cuda` as a device, `wazn.trace.habits` puts the world's own device in its place.
+
+Memory in use is what the tracker has seen, put through the model of the caching allocator: what
+`torch.cuda.memory_allocated` would say at this point of the run. The card never runs out; what does not fit is
+found when the timeline is replayed against a capacity.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import zip_longest
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from wazn.cluster import Gpu
+from wazn.errors import InputError
+from wazn.timeline.allocator import CachingAllocator
+from wazn.trace.tracker import StorageTracker
+from wazn.units import GIB
+
+__all__ = ["Card", "fake_card", "patched"]
+
+_CUDA_VERSION = "13.0"  # what the wheel of PyTorch 2.13 on PyPI is built for
+_CUDA_0 = torch.device("cuda", 0)
+_RNG_STATE_BYTES = 16  # seed and offset: `CUDAGeneratorImpl::get_state` in aten/src/ATen/cuda/
+
+# Streaming multiprocessors by compute capability, for a card of which nothing else is known: those of the largest
+# card on sale, since kernels that make one row per multiprocessor then hold the most. NVIDIA's data sheets: V100 80,
+# T4 40, A100 108, RTX 3090 82, L40S 142, H100 SXM 132, B200 148, RTX PRO 6000 188.
+_MULTIPROCESSORS = {
+    (7, 0): 80,
+    (7, 5): 40,
+    (8, 0): 108,
+    (8, 6): 84,
+    (8, 9): 142,
+    (9, 0): 132,
+    (10, 0): 148,
+    (12, 0): 188,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """The card that code believes in.
+
+    total_bytes: what `torch.cuda.mem_get_info()[1]` says.
+    num_multiprocessors: some kernels make one row of a buffer for each.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    num_multiprocessors: int
+
+    @classmethod
+    def of_capability(cls, capability: tuple[int, int]) -> Self:
+        """Return an unnamed card of this compute capability with room for everything."""
+        return cls(
+            name=f"NVIDIA card of compute capability {capability[0]}.{capability[1]}",
+            capability=capability,
+            total_bytes=1024 * GIB,
+            num_multiprocessors=_multiprocessors(capability),
+        )
+
+    @classmethod
+    def of_gpu(cls, gpu: Gpu) -> Self:
+        """Return the card of a catalogue entry.
+
+        Raises: InputError if it is not one of NVIDIA's.
+        """
+        capability = gpu.cuda_capability
+        if capability is None:
+            raise InputError(
+                f"`{gpu.id}` has no CUDA", hint="a rehearsal is of a run on a card by NVIDIA"
+            )
+        return cls(
+            name=f"NVIDIA {gpu.name}",
+            capability=capability,
+            total_bytes=gpu.usable_bytes,
+            num_multiprocessors=_multiprocessors(capability),
+        )
+
+
+def _multiprocessors(capability: tuple[int, int]) -> int:
+    """Return those of the newest known capability that is not newer than this one."""
+    older = [known for known in _MULTIPROCESSORS if known <= capability]
+    return _MULTIPROCESSORS[max(older, default=(7, 0))]
+
+
+@contextmanager
+def fake_card(card: Card, tracker: StorageTracker) -> Iterator[None]:
+    """Answer for the card while the context lasts."""
+    memory = _Memory(card, tracker)
+    with ExitStack() as stack:
+        for owner, replacements in _replacements(card, memory):
+            stack.enter_context(patched(owner, replacements))
+        stack.enter_context(_fresh_device_states())
+        stack.enter_context(_caches_ask_again())
+        finder = _ImportedWithoutCard()
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+        yield
+
+
+@contextmanager
+def patched(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Put attributes of a module or class in place of its own while the context lasts; unknown ones are left out."""
+    originals = {name: owner.__dict__[name] for name in replacements if name in owner.__dict__}
+    for name in originals:
+        setattr(owner, name, replacements[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+class _Memory:
+    """The counters of the card's allocator: events of the tracker, fed when somebody asks."""
+
+    def __init__(self, card: Card, tracker: StorageTracker) -> None:
+        self._card = card
+        self._tracker = tracker
+        self._allocator = CachingAllocator()
+        self._num_seen = 0
+        self._addresses: dict[int, int] = {}
+
+    def _read(self) -> CachingAllocator:
+        events = self._tracker.events
+        for event in events[self._num_seen :]:
+            if event.num_bytes > 0:
+                address = self._allocator.malloc(event.num_bytes)
+                assert address is not None  # there is no limit
+                self._addresses[event.block_id] = address
+            else:
+                self._allocator.free(self._addresses.pop(event.block_id))
+        self._num_seen = len(events)
+        return self._allocator
+
+    def stats(self, device: Any = None) -> dict[str, int]:
+        """Return the sums that `torch.cuda.memory_stats` calls `all`, and the counts of retries."""
+        allocator = self._read()
+        levels = {
+            "allocated_bytes": (allocator.allocated_bytes, allocator.peak_allocated_bytes),
+            "active_bytes": (allocator.allocated_bytes, allocator.peak_allocated_bytes),
+            "requested_bytes": (allocator.requested_bytes, allocator.peak_requested_bytes),
+            "reserved_bytes": (allocator.reserved_bytes, allocator.peak_reserved_bytes),
+        }
+        result = {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
+        for name, (current, peak) in levels.items():
+            result |= {f"{name}.all.current": current, f"{name}.all.peak": peak}
+        return result
+
+    def reset_peak(self, device: Any = None) -> None:
+        allocator = self._read()
+        allocator.peak_requested_bytes = allocator.requested_bytes
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        allocator.peak_reserved_bytes = allocator.reserved_bytes
+
+    def level(self, name: str) -> Callable[..., int]:
+        def answer(device: Any = None) -> int:
+            return self.stats()[name]
+
+        return answer
+
+    def empty_cache(self, device: Any = None) -> None:
+        self._read().empty_cache()
+
+    def info(self, device: Any = None) -> tuple[int, int]:
+        """Return what is free and what there is, the context of the driver left out."""
+        total_bytes = self._card.total_bytes
+        return max(0, total_bytes - self._read().reserved_bytes), total_bytes
+
+
+class _Stream:
+    """A stream on which everything is done already."""
+
+    device = _CUDA_0
+    device_index = 0
+    stream_id = cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        """Do not wait."""
+
+    wait_stream = wait_event
+
+    def synchronize(self) -> None:
+        """Have nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+class _Event:
+    """An event that has happened; any two are a millisecond apart, so that a rate can be computed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Happen."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        """Have nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1.0
+
+
+def _answers(value: Any) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
+
+
+_nothing = _answers(None)
+
+
+def _rng_state(device: Any = None) -> torch.Tensor:
+    """Return the state of the card's random numbers, which is kept in host memory."""
+    return torch.empty(_RNG_STATE_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _rng_states() -> list[torch.Tensor]:
+    return [_rng_state()]
+
+
+def _replacements(card: Card, memory: _Memory) -> list[tuple[Any, dict[str, Any]]]:
+    """Return, by module, what stands for its functions."""
+    major, minor = card.capability
+    properties = SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.total_bytes,
+        multi_processor_count=card.num_multiprocessors,
+        warp_size=32,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+    )
+    levels = {
+        "memory_allocated": memory.level("allocated_bytes.all.current"),
+        "max_memory_allocated": memory.level("allocated_bytes.all.peak"),
+        "memory_reserved": memory.level("reserved_bytes.all.current"),
+        "max_memory_reserved": memory.level("reserved_bytes.all.peak"),
+        "memory_stats": memory.stats,
+        "reset_peak_memory_stats": memory.reset_peak,
+        "reset_accumulated_memory_stats": _nothing,
+        "empty_cache": memory.empty_cache,
+    }
+    of_memory = {
+        **levels,
+        "reset_max_memory_allocated": memory.reset_peak,
+        "mem_get_info": memory.info,
+        "set_per_process_memory_fraction": _nothing,
+        "_record_memory_history": _nothing,
+    }
+    of_random = {
+        "get_rng_state": _rng_state,
+        "get_rng_state_all": _rng_states,
+        **dict.fromkeys(
+            (
+                "set_rng_state",
+                "set_rng_state_all",
+                "manual_seed",
+                "manual_seed_all",
+                "seed",
+                "seed_all",
+            ),
+            _nothing,
+        ),
+    }
+    of_cuda = {
+        "is_available": _answers(True),
+        "is_initialized": _answers(True),
+        "_is_compiled": _answers(True),
+        "_lazy_init": _nothing,
+        "init": _nothing,
+        "_exchange_device": _answers(0),
+        "_maybe_exchange_device": _answers(0),
+        "_get_device_index": _answers(0),
+        "set_device": _nothing,
+        "device_count": _answers(1),
+        "current_device": _answers(0),
+        "get_device_name": _answers(card.name),
+        "get_device_capability": _answers(card.capability),
+        "get_device_properties": _answers(properties),
+        "is_bf16_supported": _answers(True),  # emulated before 8.0
+        "is_tf32_supported": _answers(major >= 8),
+        "get_arch_list": _answers([f"sm_{major}{minor}"]),
+        "is_current_stream_capturing": _answers(False),
+        "synchronize": _nothing,
+        "ipc_collect": _nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": _answers(_Stream()),
+        "default_stream": _answers(_Stream()),
+        "set_stream": _nothing,
+        "stream": _answers(nullcontext()),
+    }
+    of_accelerator = {
+        "is_available": _answers(True),
+        "device_count": _answers(1),
+        "current_accelerator": _answers(torch.device("cuda")),
+        "current_device_index": _answers(0),
+        "set_device_index": _nothing,
+        "current_stream": _answers(_Stream()),
+        "synchronize": _nothing,
+        "get_memory_info": memory.info,
+        **levels,
+    }
+    return [
+        (torch.version, {"cuda": _CUDA_VERSION}),
+        (torch.cuda, {**of_cuda, **of_memory, **of_random}),
+        (torch.cuda.memory, of_memory),
+        (torch.cuda.random, of_random),
+        (torch.accelerator, of_accelerator),
+        (torch.accelerator.memory, {**levels, "get_memory_info": memory.info}),
+    ]
+
+
+@contextmanager
+def _fresh_device_states() -> Iterator[None]:
+    """Let `accelerate` find its device anew: it notes for the life of the process what it found."""
+    before = [dict(state) for state in _device_states()]
+    for state in _device_states():
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, original in zip_longest(_device_states(), before, fillvalue={}):
+            state.clear()
+            state.update(original)
+
+
+def _device_states() -> list[dict[str, Any]]:
+    module = sys.modules.get("accelerate.state")
+    if module is None:
+        return []
+    owners = (module.PartialState, module.AcceleratorState, module.GradientState)
+    return [owner._shared_state for owner in owners]
+
+
+@contextmanager
+def _caches_ask_again() -> Iterator[None]:
+    """Let `transformers` ask about the card anew, inside and again after: it remembers the answers."""
+    _forget_answers()
+    try:
+        yield
+    finally:
+        _forget_answers()
+
+
+def _forget_answers() -> None:
+    module = sys.modules.get("transformers.utils.import_utils")
+    for name, function in vars(module).items() if module is not None else ():
+        if name.startswith("is_") and hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+class _ImportedWithoutCard(MetaPathFinder):
+    """Hides the card from packages that load a library for it when they are imported."""
+
+    NAMES = ("bitsandbytes",)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the package as Python does, and have it executed as on a machine without a card."""
+        if fullname not in self.NAMES:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = partial(_execute_without_card, loader.exec_module)
+        return spec
+
+
+def _execute_without_card(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    with patched(torch.cuda, {"is_available": _answers(False)}):
+        execute(module)
