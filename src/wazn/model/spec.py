@@ -182,7 +182,6 @@ class AttentionSpec:
     rotary_dim: int | None = None  # None: the whole head
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    norm_per_head: bool = True  # after the view to heads; else over the whole projection
     norm_each_projection: bool = (
         False  # each is normed before the next is computed (Qwen 3, OLMo 2)
     )
@@ -308,8 +307,7 @@ class LayerSpec:
     mlp: MlpSpec | MoeSpec
     layout: ResidualLayout
     norms: tuple[Norm, ...]  # in the order in which the forward pass uses them
-    residual_dropout: float = 0.0  # on what each branch adds
-    joint_dropout: bool = False  # parallel layouts: on the sum of both branches instead (Falcon)
+    residual_dropout: float = 0.0  # on what each branch adds; on their sum in Falcon
     residual_multiplier: bool = False  # Granite scales each branch
     code: str = "llama"
     # names of modules in the order in which the layer's class creates them; `model.named_parameters()` follows it

@@ -34,6 +34,7 @@ from wazn.simulate.lora import AdaptedStack, Adapters, DenseModule, LoraModule
 from wazn.simulate.mlp import MlpModule
 from wazn.simulate.modules import LinearModule, Module, NormModule
 from wazn.simulate.moe import Experts, MoeModule
+from wazn.simulate.normalised import NormHead
 from wazn.simulate.norms import PerHeadNorm
 from wazn.simulate.quantized import (
     Linear4bitModule,
@@ -148,7 +149,7 @@ def load(
         buffers=buffers,
         project_in=projections[0],
         project_out=projections[1],
-        head=LinearModule(spec.head, head_weight, weights.get(f"{spec.head.name}.bias")),
+        head=_head(spec, head_weight, weights.get(f"{spec.head.name}.bias")),
         parameters=(
             *(weights[item.name] for item in outer.before),
             *(parameter for layer in by_layer for parameter in layer.parameters.values()),
@@ -527,6 +528,14 @@ def _base(spec: Linear, weights: Weights, recipe: Recipe) -> DenseModule:
         compute_dtype=compute_dtype(recipe),
         dense_dtype=recipe.precision.weight_dtype,
         keeps_input=recipe.quantization.keeps_input,
+    )
+
+
+def _head(spec: ModelSpec, weight: Parameter, bias: Parameter | None) -> Module:
+    return (
+        NormHead(spec.head, weight)
+        if spec.head_normalized
+        else LinearModule(spec.head, weight, bias)
     )
 
 

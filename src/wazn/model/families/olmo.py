@@ -131,7 +131,6 @@ def wide_qk_norms(s: Sizes, kind: NormKind) -> dict[str, Any]:
     return {
         "q_norm": q,
         "k_norm": k,
-        "norm_per_head": False,
         "norm_each_projection": True,
         "views_last": True,
     }

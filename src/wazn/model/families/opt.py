@@ -281,7 +281,6 @@ def falcon(c: Fields) -> ModelSpec:
         layout=layout,
         norms=norms(names, s.hidden, NormKind.LAYER, bias=True),
         residual_dropout=c.probability("hidden_dropout"),
-        joint_dropout=layout is not ResidualLayout.PRE,
         registration=(
             "self_attention",
             "mlp",
