@@ -10,7 +10,8 @@ import wazn
 from wazn.cluster import Gpu
 from wazn.errors import InputError, UnknownFact, Unsupported
 from wazn.estimation.answer import OutsideLine, Verdict
-from wazn.estimation.estimate import MICRO_BATCHES_RUN, fit_of
+from wazn.estimation.assemble import fit_of
+from wazn.estimation.estimate import MICRO_BATCHES_RUN
 from wazn.estimation.options import Options, resolve
 from wazn.facts.models import list_models, load_model
 from wazn.facts.stacks import resolve_stack

@@ -24,6 +24,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 # name -> what `wazn --help` says of it. The command is `command` in the module `wazn.cli.<name>`.
 COMMANDS = {
     "estimate": "Weigh a fine-tuning run: the peak by component, and whether it fits a GPU.",
+    "trace": "Rehearse a run with the real library code, without a GPU.",
     "calc": "The textbook formulas, with the numbers put in.",
     "models": "List and search the models of the catalogue.",
     "gpus": "List and search the GPUs of the catalogue.",

@@ -18,12 +18,14 @@ __all__ = [
     "Batch",
     "Estimate",
     "Fit",
+    "Holder",
     "Host",
     "Line",
     "ModelFacts",
     "OutsideLine",
     "Peak",
     "PhasePeak",
+    "Rehearsed",
     "Resident",
     "Verdict",
 ]
@@ -66,6 +68,36 @@ class Line:
     category: str
     num_bytes: int
     basis: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """What holds a part of the peak; all of them sum to the allocated peak.
+
+    op: the operation that allocated it; of a counted run what it is, such as `mlp.down_proj: output`.
+    module: its path in the model, such as `model.layers.17.mlp`, empty outside of it; line: of the code that asked for
+        it, such as `transformers/loss/loss_utils.py:42`. A counted run knows neither: None.
+    """
+
+    category: str
+    op: str
+    module: str | None
+    line: str | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsed:
+    """How a run was rehearsed.
+
+    loop: whose training loop ran; libraries: their versions; tensors: on what kind of fake tensors.
+    micro_batches: how many of an optimizer step were run; the rest do the same in the same memory.
+    """
+
+    loop: str
+    libraries: Mapping[str, str]
+    tensors: str
+    micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +172,9 @@ class Estimate:
     """The answer.
 
     defaults: for each option that was not given, who chose it: `stack` or `wazn`.
-    options, spec: the question, so that it can be asked again with one thing changed.
+    rehearsed: how, where the real library code was run.
+    options, spec: the question, so that it can be asked again with one thing changed; the spec is None for an
+        architecture that only the rehearsal knows.
     timeline: every allocation of the run, in order. These three are not printed.
     """
 
@@ -150,6 +184,7 @@ class Estimate:
     cluster: Cluster
     peak: Peak
     breakdown: tuple[Line, ...]
+    holders: tuple[Holder, ...] = field(repr=False)
     outside: tuple[OutsideLine, ...]
     phases: tuple[PhasePeak, ...]
     resident: Resident
@@ -157,7 +192,8 @@ class Estimate:
     host: Host
     batch: Batch
     notes: tuple[Note, ...]
+    rehearsed: Rehearsed | None
     defaults: Mapping[str, str]
     options: Options = field(repr=False)
-    spec: ModelSpec = field(repr=False)
+    spec: ModelSpec | None = field(repr=False)
     timeline: Timeline = field(repr=False)

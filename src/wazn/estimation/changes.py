@@ -14,7 +14,8 @@ from wazn.cluster import Gpu
 from wazn.dtypes import BFLOAT16
 from wazn.errors import WaznError
 from wazn.estimation.answer import Estimate, OutsideLine, Verdict
-from wazn.estimation.estimate import Run, run_through, verdict_of
+from wazn.estimation.assemble import verdict_of
+from wazn.estimation.estimate import Run, run_through, weigh
 from wazn.estimation.notes import groups_heads
 from wazn.facts.stacks import resolve_stack, stack_versions
 from wazn.model.spec import ModelSpec, MoeSpec
@@ -89,9 +90,19 @@ def changes(answer: Estimate) -> tuple[Change, ...]:
     """Return the most effective changes of a run, the one that saves most first.
 
     Where the run does not fit, and no change alone makes it fit, one that chains two or three comes with them.
+    A rehearsed run is counted for this, where its architecture is known; else there are none.
     """
+    spec = answer.spec
+    if spec is None:
+        return ()
+    if answer.engine != "simulate":
+        try:
+            answer = weigh(spec, answer.options, gpu=answer.cluster.gpu)
+        except WaznError:
+            return ()
+        return changes(answer)
     weighed = _Weighed(
-        spec=answer.spec,
+        spec=spec,
         recipe=answer.recipe,
         held={line.category: line.num_bytes for line in answer.breakdown},
         managed_bytes=_managed_bytes(answer.outside),
@@ -109,7 +120,7 @@ def changes(answer: Estimate) -> tuple[Change, ...]:
             tried = [in_four_bits, *tried]
             found = [_judged(answer, in_four_bits), *found]
     if tried and answer.fit.verdict is Verdict.DOES_NOT_FIT and not any(map(_fits, found)):
-        chained = _chained(answer, min(tried, key=_by_peak))
+        chained = _chained(answer, weighed, min(tried, key=_by_peak))
         if chained is not None:
             found = [chained, *found]
     return tuple(sorted(found, key=lambda change: -change.saved_bytes)[:MOST_TRIED])
@@ -133,13 +144,13 @@ def _best(answer: Estimate, weighed: _Weighed, before: dict[str, Any], most: int
     return sorted((item for item in tried if item is not None), key=_by_peak)
 
 
-def _chained(answer: Estimate, first: _Tried) -> Change | None:
+def _chained(answer: Estimate, whole: _Weighed, first: _Tried) -> Change | None:
     """Go on from the best change; None where `MOST_CHAINED` together do not make it fit."""
     best = first
     for _ in range(_LONGEST_SEARCH - 1):
         at_peak = peak(best.run.simulation.timeline)
         weighed = _Weighed(
-            spec=answer.spec,
+            spec=whole.spec,
             recipe=best.run.resolved.recipe,
             held={category.value: size for category, size in at_peak.by_category().items()},
             managed_bytes=_managed_bytes(best.run.outside),
@@ -161,7 +172,7 @@ def _tried(answer: Estimate, options: dict[str, Any], before: _Weighed) -> _Trie
     """Weigh the changed run; None where it cannot be weighed or saves next to nothing of what was held before."""
     gpu = answer.cluster.gpu
     try:
-        run = run_through(answer.spec, replace(answer.options, **options), gpu)
+        run = run_through(before.spec, replace(answer.options, **options), gpu)
     except WaznError:
         return None
     highest_bytes = peak(run.simulation.timeline).peak_bytes

@@ -8,46 +8,36 @@ Where the run does not fit, what is told as the need is the replay without a lim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wazn.cluster import Gpu
 from wazn.dtypes import FLOAT32
-from wazn.errors import InputError, UnknownFact, Unsupported
-from wazn.estimation.answer import (
-    Batch,
-    Estimate,
-    Fit,
-    Host,
-    Line,
-    ModelFacts,
-    OutsideLine,
-    Peak,
-    PhasePeak,
-    Resident,
-    Verdict,
-)
+from wazn.errors import InputError, UnknownFact, Unsupported, WaznError
+from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine
+from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on
 from wazn.estimation.options import OPTION_NAMES, Options, Resolved, refuse_unsupported, resolve
 from wazn.estimation.targets import adapted_names
 from wazn.facts.gpus import resolve_gpu
-from wazn.facts.models import resolve_model, spec_of
+from wazn.facts.models import ModelSource, resolve_model, spec_of
 from wazn.facts.names import nearest_names
 from wazn.facts.notes import Note
-from wazn.facts.overheads import blas_workspace, cuda_context
+from wazn.facts.overheads import blas_workspace
 from wazn.facts.stacks import Habits, resolve_stack
 from wazn.model.parameters import count_parameters
 from wazn.model.spec import AttentionSpec, ModelSpec
 from wazn.recipe import Attention, Recipe
 from wazn.simulate.rotary import ROTARY
 from wazn.simulate.step import Simulation, simulate
-from wazn.timeline.events import Category, Phase, Timeline
-from wazn.timeline.replay import Replay, replay
 
-__all__ = ["ENGINES", "Run", "estimate", "fit_of", "run_through", "verdict_of", "weigh"]
+if TYPE_CHECKING:
+    from wazn.trace.script import Script
+
+__all__ = ["ENGINES", "Run", "estimate", "run_through", "weigh"]
 
 ENGINES = ("auto", "simulate", "trace")
-TIGHT_FRACTION = 0.04  # of the usable memory; until there is an error band from the evidence
 # From the third micro-batch of an optimizer step on, all do the same in the same memory: more of them change no figure.
 MICRO_BATCHES_RUN = 3
 LARGEST_TENSOR_BYTES = 10**14  # no machine has it, and the sums beyond are nobody's question
@@ -63,6 +53,8 @@ def estimate(
     *,
     gpu: str | None = None,
     engine: str = "auto",
+    script: Script | None = None,
+    progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Estimate:
     """Weigh a fine-tuning run.
@@ -70,11 +62,14 @@ def estimate(
     Args:
         model: a catalogue name, a Hugging Face id, a folder with config.json, or a config.json file.
         gpu: the card's name, such as `rtx-4090` or `80GB`; None for no card.
-        engine: `auto` or `simulate`.
+        engine: `simulate` counts on the tape; `trace` rehearses the real library code, which needs torch and takes
+            seconds; `auto` counts where the architecture is known and else rehearses, if torch is installed.
+        script: of a rehearsal, the training script around the run (`wazn.trace.script.Script`).
+        progress: told the fraction of a rehearsal that is done.
         options: the fields of `Options`, named as on the command line with `_` for `-`; where the command line
             takes names with commas between them, a list works as well.
 
-    Raises: InputError, UnknownFact, Unsupported.
+    Raises: InputError, UnknownFact, Unsupported, MissingExtra.
 
     >>> estimate("llama-3.1-8b", method="qlora", gpu="rtx-4090").fit.verdict
     <Verdict.FITS: 'fits'>
@@ -91,15 +86,44 @@ def estimate(
             hint=None if nearest else "options: " + ", ".join(OPTION_NAMES),
         )
     asked = Options(**{name: _joined(value) for name, value in options.items()})
-    _refuse_engine(engine)
+    _refuse_engine(engine, script)
     choice = None if gpu is None else resolve_gpu(gpu)
     source = resolve_model(model)
-    return weigh(
-        spec_of(source),
-        asked,
-        gpu=None if choice is None else choice.gpu,
-        notes=(*source.notes, *(() if choice is None else choice.notes)),
-    )
+    card = None if choice is None else choice.gpu
+    notes = (*source.notes, *(() if choice is None else choice.notes))
+    if engine == "trace":
+        from wazn.estimation.rehearse import rehearse_run  # only a rehearsal pays for it
+
+        return rehearse_run(source, asked, gpu=card, notes=notes, script=script, progress=progress)
+    try:
+        return weigh(spec_of(source), asked, gpu=card, notes=notes)
+    except Unsupported as error:
+        if engine == "simulate":
+            raise
+        return _rehearsed_instead(error, source, asked, card, notes, progress)
+
+
+def _rehearsed_instead(
+    error: Unsupported,
+    source: ModelSource,
+    asked: Options,
+    gpu: Gpu | None,
+    notes: tuple[Note, ...],
+    progress: Callable[[float], None] | None,
+) -> Estimate:
+    """Rehearse what cannot be counted. Raises: the error where that cannot be done either."""
+    from wazn.estimation.rehearse import can_rehearse, rehearse_run
+
+    if not can_rehearse():
+        more = "with `pip install 'wazn[trace]'` it is rehearsed"
+        hint = more if error.hint is None else f"{error.hint}; {more}"
+        raise Unsupported(error.message, hint=hint) from None
+    said = Note(code="rehearsed-instead", params={"reason": error.message})
+    try:
+        return rehearse_run(source, asked, gpu=gpu, notes=(*notes, said), progress=progress)
+    except WaznError as second:
+        hint = f"rehearsing it does not work either: {second.message}"
+        raise Unsupported(error.message, hint=hint) from second
 
 
 def _joined(value: Any) -> Any:
@@ -109,17 +133,14 @@ def _joined(value: Any) -> Any:
     return value
 
 
-def _refuse_engine(engine: object) -> None:
-    if engine == "trace":
-        raise Unsupported(
-            "the rehearsal with the real library code is not reachable from here yet",
-            hint="`--engine simulate` answers without torch",
-        )
+def _refuse_engine(engine: object, script: Script | None) -> None:
     if engine not in ENGINES:
         raise InputError(
             f"`--engine`: unknown name `{str(engine)[:40]}`",
             hint="one of " + ", ".join(f"`{name}`" for name in ENGINES),
         )
+    if script is not None and engine != "trace":
+        raise InputError("a `script` is rehearsed: it needs `engine` `trace`")
 
 
 def weigh(
@@ -127,11 +148,7 @@ def weigh(
 ) -> Estimate:
     """Weigh a run of a model that was read already; `notes` are those of the look-ups."""
     run = run_through(spec, options, gpu)
-    recipe, cluster, outside = run.resolved.recipe, run.resolved.cluster, run.outside
-    timeline = run.simulation.timeline
-    need, fit = fit_of(gpu, timeline, outside)
-    moment = need.peak
-    return Estimate(
+    answer = assemble(
         engine="simulate",
         model=ModelFacts(
             id=spec.id,
@@ -139,50 +156,23 @@ def weigh(
             num_parameters=count_parameters(spec),
             num_trainable_parameters=run.simulation.num_trainable_parameters,
         ),
-        recipe=recipe,
-        cluster=cluster,
-        peak=Peak(
-            allocated_bytes=need.peak_allocated_bytes,
-            reserved_bytes=need.peak_reserved_bytes,
-            device_bytes=need.peak_reserved_bytes + sum(line.num_bytes for line in outside),
-            phase="" if moment is None else moment.phase.value,
-            step=0 if moment is None else moment.step,
-        ),
-        breakdown=tuple(
-            Line(category=category.value, num_bytes=num_bytes, basis="counted")
-            for category, num_bytes in need.by_category().items()
-        ),
-        outside=outside,
-        phases=tuple(
-            PhasePeak(
-                step=item.step,
-                phase=item.phase.value,
-                peak_allocated_bytes=item.peak_allocated_bytes,
-            )
-            for item in need.phases
-        ),
-        resident=_resident(timeline),
-        fit=fit,
-        host=Host(),
-        batch=Batch(
-            micro_batch=recipe.micro_batch,
-            grad_accum=recipe.grad_accum,
-            data_parallel=cluster.data_parallel,
-            effective_batch=recipe.micro_batch * recipe.grad_accum * cluster.data_parallel,
-            tokens_per_step=recipe.micro_batch
-            * recipe.grad_accum
-            * cluster.data_parallel
-            * recipe.seq_len,
-        ),
-        notes=(
-            *notes,
-            *notes_on(spec, recipe, run.habits, gpu, fit, outside, run.unmatched_targets),
-        ),
-        defaults=run.resolved.defaults,
-        options=options,
         spec=spec,
-        timeline=timeline,
+        options=options,
+        resolved=run.resolved,
+        gpu=gpu,
+        timeline=run.simulation.timeline,
+        outside=run.outside,
     )
+    more = notes_on(
+        spec,
+        answer.recipe,
+        run.habits,
+        gpu,
+        answer.fit,
+        run.outside,
+        run.unmatched_targets,
+    )
+    return replace(answer, notes=(*notes, *more))
 
 
 def _capability(gpu: Gpu | None) -> tuple[int, int]:
@@ -222,7 +212,7 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
         habits=habits,
         resolved=resolved,
         simulation=simulation,
-        outside=_outside(gpu, simulation.managed_bytes),
+        outside=outside_of(gpu, simulation.managed_bytes),
         unmatched_targets=targets.unmatched,
     )
 
@@ -264,90 +254,3 @@ def _refuse_what_the_class_has_not(spec: ModelSpec, recipe: Recipe) -> None:
                 f"the rotary embedding of `{spec.family}` is counted, and not run yet",
                 hint="a model of another family with about the same sizes gives a near figure",
             )
-
-
-def _outside(gpu: Gpu | None, managed_bytes: int) -> tuple[OutsideLine, ...]:
-    """What the process holds on the device beside PyTorch's allocator."""
-    lines = []
-    context = None if gpu is None else cuda_context(gpu)
-    if context is not None:
-        lines.append(
-            OutsideLine(
-                category="context",
-                num_bytes=context.num_bytes,
-                basis=context.basis,
-                source=context.source,
-            )
-        )
-    if managed_bytes:
-        lines.append(
-            OutsideLine(
-                category="managed-memory",
-                num_bytes=managed_bytes,
-                basis="counted",
-                source="paged optimizer states: cudaMallocManaged (bitsandbytes, functional.py, get_paged)",
-            )
-        )
-    return tuple(lines)
-
-
-def fit_of(
-    gpu: Gpu | None, timeline: Timeline, outside: tuple[OutsideLine, ...]
-) -> tuple[Replay, Fit]:
-    """Return the replay that tells the need, and the verdict."""
-    if gpu is None:
-        none = Fit(gpu=None, capacity_bytes=None, verdict=Verdict.NO_GPU_GIVEN, headroom_bytes=None)
-        return replay(timeline), none
-    limited, verdict = verdict_of(gpu, timeline, outside)
-    failed = limited.out_of_memory
-    need = limited if failed is None else replay(timeline)
-    outside_bytes = sum(line.num_bytes for line in outside)
-    return need, Fit(
-        gpu=gpu.id,
-        capacity_bytes=gpu.usable_bytes,
-        verdict=verdict,
-        headroom_bytes=gpu.usable_bytes - need.peak_reserved_bytes - outside_bytes,
-        retries=need.num_alloc_retries,
-        out_of_memory=failed,
-    )
-
-
-def verdict_of(
-    gpu: Gpu, timeline: Timeline, outside: tuple[OutsideLine, ...]
-) -> tuple[Replay, Verdict]:
-    """Replay with the card's capacity; return that with the verdict.
-
-    Managed memory gives way: the driver moves it to the host when PyTorch asks for more, so it does not limit the
-    allocator. A run that needs the room is tight, not impossible.
-    """
-    fixed_bytes = sum(line.num_bytes for line in outside if line.category != "managed-memory")
-    limited = replay(
-        timeline,
-        capacity_bytes=max(0, gpu.usable_bytes - fixed_bytes),
-        device_total_bytes=gpu.usable_bytes,
-    )
-    outside_bytes = sum(line.num_bytes for line in outside)
-    headroom_bytes = gpu.usable_bytes - limited.peak_reserved_bytes - outside_bytes
-    if limited.out_of_memory is not None:
-        return limited, Verdict.DOES_NOT_FIT
-    if limited.num_alloc_retries or headroom_bytes < TIGHT_FRACTION * gpu.usable_bytes:
-        return limited, Verdict.TIGHT
-    return limited, Verdict.FITS
-
-
-def _resident(timeline: Timeline) -> Resident:
-    """Sum what is allocated less what is freed, by category, from loading to the end of the first optimizer step."""
-    totals = dict.fromkeys(Category, 0)
-    for part in timeline.parts:
-        for segment in part.segments:
-            if segment.step > 1 or segment.phase is Phase.ZERO_GRAD:
-                continue
-            for size, tag in zip(segment.sizes, segment.tags, strict=True):
-                totals[tag.category] += size * part.times
-    return Resident(
-        weights_bytes=totals[Category.WEIGHTS],
-        gradients_bytes=totals[Category.GRADIENTS],
-        optimizer_bytes=totals[Category.OPTIMIZER_STATES],
-        adapter_bytes=totals[Category.ADAPTER_WEIGHTS],
-        quantization_state_bytes=totals[Category.QUANTIZATION_STATE],
-    )

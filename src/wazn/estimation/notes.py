@@ -21,7 +21,7 @@ from wazn.recipe import (
 from wazn.simulate.attention import implementation
 from wazn.units import GIB
 
-__all__ = ["THIN_MARGIN_BYTES", "groups_heads", "notes_on", "running_attention"]
+__all__ = ["THIN_MARGIN_BYTES", "groups_heads", "notes_on", "notes_on_verdict", "running_attention"]
 
 # Measured processes held 0.3 to 1.8 GiB more than is counted (docs/accuracy.md): a margin below is none.
 THIN_MARGIN_BYTES = 2 * GIB
@@ -62,14 +62,15 @@ def notes_on(
 ) -> tuple[Note, ...]:
     """Return the notes on a run and its verdict, the most important first."""
     return (
-        *_on_verdict(fit, outside),
+        *notes_on_verdict(fit, outside),
         *_on_gpu(spec, recipe, habits, gpu),
         *_on_recipe(spec, recipe, habits),
         *(Note(code="target-unmatched", params={"target": name}) for name in unmatched_targets),
     )
 
 
-def _on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> list[Note]:
+def notes_on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> tuple[Note, ...]:
+    """Return the notes on a verdict, whatever was run."""
     notes = []
     managed = sum(line.num_bytes for line in outside if line.category == "managed-memory")
     if managed:
@@ -79,7 +80,7 @@ def _on_verdict(fit: Fit, outside: tuple[OutsideLine, ...]) -> list[Note]:
     spare_bytes = fit.headroom_bytes
     if fit.verdict is Verdict.FITS and spare_bytes is not None and spare_bytes < THIN_MARGIN_BYTES:
         notes.append(Note(code="thin-margin", params={"headroom_bytes": spare_bytes}))
-    return notes
+    return tuple(notes)
 
 
 def _on_gpu(spec: ModelSpec, recipe: Recipe, habits: Habits, gpu: Gpu | None) -> list[Note]:

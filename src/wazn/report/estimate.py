@@ -16,6 +16,7 @@ from wazn.estimation.options import PRECISIONS, as_option
 from wazn.facts.stacks import resolve_stack
 from wazn.model.fields import printable
 from wazn.recipe import Attention, Checkpointing, Precision, Recipe
+from wazn.report.holders import holder_lines
 from wazn.report.notes import note_text
 from wazn.timeline.events import Phase
 from wazn.units import GIB, format_ratio, format_size
@@ -72,16 +73,23 @@ VERDICTS = {
 _COLOURS = {Verdict.FITS: "32", Verdict.TIGHT: "33", Verdict.DOES_NOT_FIT: "31"}
 
 
-def as_text(answer: Estimate, helping: Sequence[Change], style: Style) -> str:
-    """Return the answer as lines for people. helping: from `wazn.estimation.changes`."""
+def as_text(
+    answer: Estimate, helping: Sequence[Change], style: Style, *, by: str | None = None
+) -> str:
+    """Return the answer as lines for people.
+
+    helping: from `wazn.estimation.changes`. by: what the holders of the peak are summed by, if they are wanted.
+    """
     style = style._replace(width=max(20, min(style.width, _WIDEST)))
     lines = [
         *_headline(answer, style),
         "",
         *_question(answer, style),
+        *_how(answer, style),
         "",
         *_peak(answer, style),
         "",
+        *(() if by is None else (*holder_lines(answer, by, width=style.width), "")),
         *_helping(answer, helping, style),
         *_defaults(answer, style),
         *_notes(answer, style),
@@ -159,9 +167,22 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     )
 
 
+def _how(answer: Estimate, style: Style) -> Iterator[str]:
+    """Whose code ran, where it was not counted."""
+    if answer.rehearsed is None:
+        return
+    how = answer.rehearsed
+    versions = ", ".join(f"{name} {version}" for name, version in how.libraries.items())
+    yield from _wrapped(
+        f"Rehearsed in the {how.loop} loop, on fake {how.tensors} tensors: {versions}.", style
+    )
+
+
 def _attention(answer: Estimate) -> Attention:
     """What runs: some classes know eager attention only."""
     recipe = answer.recipe
+    if answer.spec is None or answer.engine != "simulate":
+        return recipe.attention
     return running_attention(
         answer.spec, recipe, resolve_stack(recipe.stack, family=answer.spec.family)
     )

@@ -28,6 +28,16 @@ def to_json(answer: Estimate) -> dict[str, Any]:
             {"category": line.category, "bytes": line.num_bytes, "basis": line.basis}
             for line in answer.breakdown
         ],
+        "holders": [
+            {
+                "category": holder.category,
+                "module": holder.module,
+                "op": holder.op,
+                "line": holder.line,
+                "bytes": holder.num_bytes,
+            }
+            for holder in answer.holders
+        ],
         "outside": [
             {
                 "category": line.category,
@@ -47,6 +57,7 @@ def to_json(answer: Estimate) -> dict[str, Any]:
         },
         "host": plain(answer.host),
         "batch": plain(answer.batch),
+        "rehearsed": plain(answer.rehearsed),
         "notes": [
             {"code": note.code, "params": dict(note.params), "text": note_text(note)}
             for note in answer.notes

@@ -56,6 +56,14 @@ NOTES = {
         "{headroom_bytes} to spare is a thin margin: measured processes held 0.3 to 1.8 GiB more, outside PyTorch and "
         "in fragments, than is counted."
     ),
+    # the rehearsal
+    "rehearsed-instead": (
+        "The real library code was rehearsed, because the architecture is not counted: {reason}."
+    ),
+    "micro-batches-alike": (
+        "{run} of the {of} micro-batches of a step were rehearsed: from the third on all do the same in the same "
+        "memory, but for the token ids that wait."
+    ),
     # the recipe
     "accumulation-keeps-gradients": (
         "Accumulating over {grad_accum} micro-batches keeps all gradients alive through forward and backward."

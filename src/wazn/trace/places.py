@@ -17,7 +17,7 @@ import os
 import sys
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,7 +27,7 @@ import torch
 
 __all__ = ["NOWHERE", "Place", "Places"]
 
-_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+_INSIDE = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -48,6 +48,7 @@ class Places:
     """
 
     def __init__(self) -> None:
+        self.on_call: Callable[[], None] | None = None  # told of each call of a module
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._starts: list[int] = []  # sequence numbers at which the module changed ...
@@ -61,6 +62,11 @@ class Places:
         for name, module in model.named_modules():
             self._names[id(module)] = name.replace("base_model.model.", "", 1)
 
+    @property
+    def num_modules(self) -> int:
+        """How many modules have a name."""
+        return len(self._names)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow the calls of modules while the context lasts."""
@@ -71,6 +77,8 @@ class Places:
             name = names.get(id(module))
             if name is None:
                 return original(module, *args, **kwargs)
+            if self.on_call is not None:
+                self.on_call()
             with inside(name):
                 return original(module, *args, **kwargs)
 

@@ -19,6 +19,8 @@ class Rehearsal:
 
     names: by block, its category and the module it belongs to.
     head: the path of the module that makes the logits, if there is one.
+    managed_bytes: what the optimizer keeps in managed memory, outside PyTorch's allocator.
+    tensors: on what kind of fake tensors it ran.
     Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
     """
 
@@ -27,6 +29,8 @@ class Rehearsal:
     head: str | None = None
     num_parameters: int = 0
     num_trainable_parameters: int = 0
+    managed_bytes: int = 0
+    tensors: str = "cpu"
 
     def peaks(self) -> dict[tuple[int, str], int]:
         """Return the peak by (step, phase), in order of appearance."""

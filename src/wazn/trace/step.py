@@ -6,8 +6,7 @@ real `Trainer`.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wazn.errors import Unsupported
@@ -23,20 +22,41 @@ from wazn.trace.optimizers import make_optimizer
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.rehearsal import Rehearsal
+from wazn.trace.sandbox import sandbox
 from wazn.trace.script import Loop, Script
+from wazn.trace.tracker import tensors_in
 from wazn.trace.world import World
 
 __all__ = ["rehearse"]
 
+_CALLS_BETWEEN = 50  # of modules, between two words on the progress
 
-def rehearse(config: Mapping[str, Any], recipe: Recipe, script: Script = Script()) -> Rehearsal:  # noqa: B008 - frozen
+
+def rehearse(
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    script: Script = Script(),  # noqa: B008  # frozen
+    *,
+    progress: Callable[[float], None] | None = None,
+) -> Rehearsal:
     """Run `script.num_steps` optimizer steps of the model that `config` (a config.json) describes.
+
+    progress: told, now and then, the fraction that is done.
 
     Raises: InputError, Unsupported.
     """
     _refuse(recipe)
-    with flash_attn_stand_in(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of one library, about another's call
+    with sandbox():
+        return _rehearse(config, recipe, script, progress)
+
+
+def _rehearse(
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    script: Script,
+    progress: Callable[[float], None] | None,
+) -> Rehearsal:
+    with flash_attn_stand_in():
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = make_trainable(model, recipe)
@@ -44,6 +64,8 @@ def rehearse(config: Mapping[str, Any], recipe: Recipe, script: Script = Script(
     world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
     places = world.tracker.places = Places()
     places.of_model(model)
+    if progress is not None:
+        places.on_call = _progress_of(places, recipe, script, progress)
     with flash_attn_stand_in(), places.watching(), world:
         tracker = world.tracker
         tracker.phase = Phase.LOAD
@@ -59,10 +81,12 @@ def rehearse(config: Mapping[str, Any], recipe: Recipe, script: Script = Script(
         else:
             loop = PlainLoop(tracker, model, optimizer, recipe, script)
             loop.run()  # and it holds the last batches and norms on to the end, as Trainer does
+        states = [tensor for tensor in tensors_in(list(optimizer.state.values())) if tensor.dim()]
         return Rehearsal(
             events=tuple(tracker.events),
             names=tracker.names,
             head=head_of(model),
+            managed_bytes=sum(tensor.nbytes for tensor in states if tracker.is_on_host(tensor)),
             num_parameters=num_parameters,
             num_trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
@@ -73,6 +97,23 @@ def _switch_on_training(model: Any, recipe: Recipe) -> None:
     switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
     if recipe.inputs_require_grad and recipe.method not in (Method.FULL, Method.FREEZE):
         model.enable_input_require_grads()
+
+
+def _progress_of(
+    places: Places, recipe: Recipe, script: Script, progress: Callable[[float], None]
+) -> Callable[[], None]:
+    """Measure progress in calls of modules: as many as there are in each forward, recomputed or not."""
+    passes = 1 if recipe.checkpointing is Checkpointing.NONE else 2
+    expected = max(1, places.num_modules * passes * recipe.grad_accum * script.num_steps)
+    calls = 0
+
+    def on_call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % _CALLS_BETWEEN == 0:
+            progress(min(1.0, calls / expected))
+
+    return on_call
 
 
 def _refuse(recipe: Recipe) -> None:
