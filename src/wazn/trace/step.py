@@ -37,29 +37,33 @@ def rehearse(
     recipe: Recipe,
     script: Script = Script(),  # noqa: B008  # frozen
     *,
+    adapt: Callable[[Any, Recipe], Any] = make_trainable,
     progress: Callable[[float], None] | None = None,
 ) -> Rehearsal:
     """Run `script.num_steps` optimizer steps of the model that `config` (a config.json) describes.
 
+    adapt: makes the model on `meta` what is trained: quantises, adapts, freezes; a training tool with plugins of its
+        own has another one.
     progress: told, now and then, the fraction that is done.
 
     Raises: InputError, Unsupported.
     """
     _refuse(recipe)
     with sandbox():
-        return _rehearse(config, recipe, script, progress)
+        return _rehearse(config, recipe, script, adapt, progress)
 
 
 def _rehearse(
     config: Mapping[str, Any],
     recipe: Recipe,
     script: Script,
+    adapt: Callable[[Any, Recipe], Any],
     progress: Callable[[float], None] | None,
 ) -> Rehearsal:
     with flash_attn_stand_in():
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        model = make_trainable(model, recipe)
+        model = adapt(model, recipe)
         _switch_on_training(model, recipe)
     world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
     places = world.tracker.places = Places()
