@@ -12,15 +12,10 @@ found when the timeline is replayed against a capacity.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from itertools import zip_longest
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -28,10 +23,11 @@ import torch
 from wazn.cluster import Gpu
 from wazn.errors import InputError
 from wazn.timeline.allocator import CachingAllocator
+from wazn.trace.imports import patched
 from wazn.trace.tracker import StorageTracker
 from wazn.units import GIB
 
-__all__ = ["Card", "fake_card", "patched"]
+__all__ = ["Card", "fake_card"]
 
 _CUDA_VERSION = "13.0"  # what the wheel of PyTorch 2.13 on PyPI is built for
 _CUDA_0 = torch.device("cuda", 0)
@@ -107,25 +103,7 @@ def fake_card(card: Card, tracker: StorageTracker) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, replacements in _replacements(card, memory):
             stack.enter_context(patched(owner, replacements))
-        stack.enter_context(_fresh_device_states())
-        stack.enter_context(_caches_ask_again())
-        finder = _ImportedWithoutCard()
-        sys.meta_path.insert(0, finder)
-        stack.callback(sys.meta_path.remove, finder)
         yield
-
-
-@contextmanager
-def patched(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
-    """Put attributes of a module or class in place of its own while the context lasts; unknown ones are left out."""
-    originals = {name: owner.__dict__[name] for name in replacements if name in owner.__dict__}
-    for name in originals:
-        setattr(owner, name, replacements[name])
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(owner, name, original)
 
 
 class _Memory:
@@ -352,65 +330,3 @@ def _replacements(card: Card, memory: _Memory) -> list[tuple[Any, dict[str, Any]
         (torch.accelerator, of_accelerator),
         (torch.accelerator.memory, {**levels, "get_memory_info": memory.info}),
     ]
-
-
-@contextmanager
-def _fresh_device_states() -> Iterator[None]:
-    """Let `accelerate` find its device anew: it notes for the life of the process what it found."""
-    before = [dict(state) for state in _device_states()]
-    for state in _device_states():
-        state.clear()
-    try:
-        yield
-    finally:
-        for state, original in zip_longest(_device_states(), before, fillvalue={}):
-            state.clear()
-            state.update(original)
-
-
-def _device_states() -> list[dict[str, Any]]:
-    module = sys.modules.get("accelerate.state")
-    if module is None:
-        return []
-    owners = (module.PartialState, module.AcceleratorState, module.GradientState)
-    return [owner._shared_state for owner in owners]
-
-
-@contextmanager
-def _caches_ask_again() -> Iterator[None]:
-    """Let `transformers` ask about the card anew, inside and again after: it remembers the answers."""
-    _forget_answers()
-    try:
-        yield
-    finally:
-        _forget_answers()
-
-
-def _forget_answers() -> None:
-    module = sys.modules.get("transformers.utils.import_utils")
-    for name, function in vars(module).items() if module is not None else ():
-        if name.startswith("is_") and hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
-class _ImportedWithoutCard(MetaPathFinder):
-    """Hides the card from packages that load a library for it when they are imported."""
-
-    NAMES = ("bitsandbytes",)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find the package as Python does, and have it executed as on a machine without a card."""
-        if fullname not in self.NAMES:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            loader.exec_module = partial(_execute_without_card, loader.exec_module)
-        return spec
-
-
-def _execute_without_card(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    with patched(torch.cuda, {"is_available": _answers(False)}):
-        execute(module)

@@ -78,7 +78,7 @@ class Habits(TorchFunctionMode):
 
 
 def _stand_in(device: Any) -> Any:
-    """Return the world's device for one that names a card: `cuda`, `cuda:0`, a `torch.device` of that kind, a number."""
+    """Return the world's device for one that names a card: `cuda`, `cuda:0`, such a `torch.device`, a number."""
     if isinstance(device, torch.device):
         return DEVICE if device.type == "cuda" else device
     if isinstance(device, str):
@@ -236,6 +236,16 @@ def _names_the_host(habits: Habits, *args: Any, **kwargs: Any) -> bool | None:
     return None
 
 
+def _parse_to(habits: Habits, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The arguments of `Module.to`: a card's number needs a card, and the text that names the host is kept."""
+    named = args[0] if args else kwargs.get("device")
+    if type(named) is int:
+        args = (DEVICE, *args[1:])
+    device, *rest = func(*args, **kwargs)
+    is_host = isinstance(named, str) and named == "cpu"
+    return (named if is_host else device, *rest)
+
+
 def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _to(habits, torch.Tensor.to, tensor, "cpu")
 
@@ -246,6 +256,12 @@ def _cuda(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs:
 
 def _is_cuda(habits: Habits, func: Any, tensor: torch.Tensor) -> bool:
     return not habits.tracker.is_on_host(tensor)
+
+
+def _data_ptr(habits: Habits, func: Any, tensor: torch.Tensor) -> int:
+    """A fake tensor has no address; what asks for one mostly asks whether two tensors share their memory."""
+    offset_bytes: int = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata + offset_bytes
 
 
 def _pin_memory(
@@ -274,6 +290,8 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cpu: _cpu,
     torch.Tensor.cuda: _cuda,
+    torch._C._nn._parse_to: _parse_to,
+    torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.pin_memory: _pin_memory,
-    torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: _is_cuda,
 }

@@ -1,10 +1,12 @@
-"""What libraries must believe while they run on fake tensors. Each patch is undone when its context ends."""
+"""What libraries must believe inside a world. Each patch is undone when its context ends."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,25 +14,52 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-__all__ = ["bitsandbytes_on_cuda", "foreach_by_default", "modules_can_move", "real_to_transformers"]
+from wazn.trace.imports import Patch, patched, when_imported
+from wazn.trace.tracker import StorageTracker
+
+__all__ = ["libraries_on_cuda"]
 
 
 @contextmanager
-def modules_can_move() -> Iterator[None]:
-    """Let `Module.to` and its kind put new parameters into their modules.
+def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
+    """Let PyTorch's Python code, transformers, accelerate and bitsandbytes take fake tensors for real ones on CUDA."""
+    patches: dict[str, Patch] = {
+        "transformers.utils.import_utils": _transformers,
+        "accelerate.state": _accelerate,
+        "bitsandbytes": partial(_bitsandbytes, tracker),
+    }
+    # a package that sees a card loads the library for it, which is not there
+    without_card = partial(patched, torch.cuda, {"is_available": _no})
+    with (
+        patched(torch.nn.Module, {"_apply": _apply}),
+        _foreach_by_default(),
+        patched(torch.amp.GradScaler, {"_maybe_opt_step": _gradients_are_finite}),
+        when_imported(patches, executed_in={"bitsandbytes": without_card}),
+    ):
+        yield
+
+
+def _no(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand for a kernel that updates in place."""
+
+
+def _gradients_are_finite(
+    scaler: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Take the step that a scaler of losses takes when no gradient is infinite; it has no data to look at."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """Put new parameters into the modules, for `Module.to` and its kind.
 
     PyTorch swaps the tensors inside the old parameter objects, which fake tensors refuse: they have weak
     references.
     """
-    original = torch.nn.Module._apply
-    torch.nn.Module._apply = _apply
-    try:
-        yield
-    finally:
-        torch.nn.Module._apply = original
-
-
-def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
     made: dict[int, Any] = {}
     for owner in module.modules() if recurse else [module]:
         for table in (owner._parameters, owner._buffers):
@@ -55,30 +84,7 @@ def _converted(tensor: torch.Tensor, fn: Any) -> torch.Tensor:
 
 
 @contextmanager
-def real_to_transformers() -> Iterator[None]:
-    """Let `transformers` take fake tensors for real ones.
-
-    It looks for fake tensors to find out whether it is being traced, and then builds masks that it skips
-    in a real run.
-    """
-    module = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if module is None or original is None:
-        yield
-        return
-
-    def no(tensor: object) -> bool:
-        return False
-
-    module.__dict__["is_fake_tensor"] = no
-    try:
-        yield
-    finally:
-        module.__dict__["is_fake_tensor"] = original
-
-
-@contextmanager
-def foreach_by_default() -> Iterator[None]:
+def _foreach_by_default() -> Iterator[None]:
     """Let optimizers and gradient clipping take the foreach implementation when nobody chooses, as they do
     on CUDA.
 
@@ -103,17 +109,82 @@ def foreach_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def bitsandbytes_on_cuda() -> Iterator[None]:
-    """Let 8-bit layers in training take the product that they take on CUDA; on the CPU they dequantise
-    their weight.
+def _transformers(import_utils: ModuleType) -> Iterator[None]:
+    """It looks for fake tensors to find out whether it is being traced, and then builds masks that it skips in a
+    real run; and it remembers what it once found out about the card.
     """
-    functions = sys.modules.get("bitsandbytes.autograd._functions")
-    original = getattr(functions, "MatMul8bitFp", None)
-    if functions is None or original is None:
-        yield
-        return
-    functions.__dict__["MatMul8bitFp"] = functions.__dict__["MatMul8bitLt"]
+    _forget_answers(import_utils)
+    try:
+        with patched(import_utils, {"is_fake_tensor": _no}):
+            yield
+    finally:
+        _forget_answers(import_utils)
+
+
+def _forget_answers(import_utils: ModuleType) -> None:
+    for name, function in vars(import_utils).items():
+        if name.startswith("is_") and hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@contextmanager
+def _accelerate(state: ModuleType) -> Iterator[None]:
+    """It notes for the life of the process which device it found: it looks anew inside and again after."""
+    owners = (state.PartialState, state.AcceleratorState, state.GradientState)
+    before = [dict(owner._shared_state) for owner in owners]
+    for owner in owners:
+        owner._shared_state.clear()
     try:
         yield
     finally:
-        functions.__dict__["MatMul8bitFp"] = original
+        for owner, original in zip(owners, before, strict=True):
+            owner._shared_state.clear()
+            owner._shared_state.update(original)
+
+
+@contextmanager
+def _bitsandbytes(tracker: StorageTracker, package: ModuleType) -> Iterator[None]:
+    """8-bit layers in training take the product that they take on CUDA (on the CPU they dequantise their weight);
+    the optimizers' kernels, which update in place and return nothing, are skipped; paged states, which live in
+    managed memory outside PyTorch's allocator, are made in host memory. Exceptions that Trainer registers for the
+    embeddings are those of one world.
+    """
+    functional = sys.modules["bitsandbytes.functional"]
+    functions = sys.modules["bitsandbytes.autograd._functions"]
+    kernels = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
+    with (
+        patched(functional, dict.fromkeys(kernels, _do_nothing)),
+        patched(functions, {"MatMul8bitFp": getattr(functions, "MatMul8bitLt", None)}),
+        _buffers_on_host("optimizer.Optimizer8bit", "get_state_buffer", tracker),
+        _buffers_on_host("ademamix.AdEMAMix", "_get_state_double_buffer", tracker),
+        patched(
+            sys.modules["bitsandbytes.optim.optimizer"].GlobalOptimManager, {"_instance": None}
+        ),
+    ):
+        yield
+
+
+_SMALLEST_PAGED = 100_000  # elements: `get_state_buffer` in bitsandbytes/optim/optimizer.py
+
+
+@contextmanager
+def _buffers_on_host(owner: str, name: str, tracker: StorageTracker) -> Iterator[None]:
+    """Make what a method of an optimizer in bitsandbytes returns in host memory where it would be paged."""
+    module, _, kind = owner.partition(".")
+    cls = getattr(sys.modules.get(f"bitsandbytes.optim.{module}"), kind, None)
+    if cls is None:  # AdEMAMix is there since 0.44
+        yield
+        return
+    original: Callable[..., torch.Tensor] = getattr(cls, name)
+
+    def make(optimizer: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        is_paged, optimizer.is_paged = optimizer.is_paged, False
+        pages = is_paged and p.numel() >= _SMALLEST_PAGED
+        try:
+            with tracker.going_to("host") if pages else nullcontext():
+                return original(optimizer, p, dtype)
+        finally:
+            optimizer.is_paged = is_paged
+
+    with patched(cls, {name: make}):
+        yield

@@ -8,9 +8,7 @@ memory here.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,50 +80,12 @@ def _bitsandbytes(name: str, **options: Any) -> Maker:
     def make(groups: Groups, tracker: StorageTracker) -> torch.optim.Optimizer:
         import bitsandbytes.optim
 
-        made = getattr(bitsandbytes.optim, name)(groups, lr=_LEARNING_RATE, **options)
-        made.step = functools.partial(_without_kernels, made.step)
-        if made.is_paged:
-            made.get_state_buffer = functools.partial(_paged, made.get_state_buffer, tracker)
-            made.is_paged = False  # no prefetching
+        made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(
+            groups, lr=_LEARNING_RATE, **options
+        )
         return made
 
     return make
-
-
-def _without_kernels(step: Callable[[], Any]) -> Any:
-    with _skipped_kernels():
-        return step()
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand for a kernel that updates in place."""
-
-
-@contextmanager
-def _skipped_kernels() -> Iterator[None]:
-    import bitsandbytes.functional as functional
-
-    names = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
-    originals = {name: getattr(functional, name) for name in names}
-    for name in names:
-        setattr(functional, name, _do_nothing)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(functional, name, original)
-
-
-def _paged(
-    get_state_buffer: Callable[..., torch.Tensor],
-    tracker: StorageTracker,
-    parameter: torch.Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    if parameter.numel() < _SMALLEST_PAGED:
-        return get_state_buffer(parameter, dtype)
-    with tracker.going_to("host"):
-        return get_state_buffer(parameter, dtype)
 
 
 OPTIMIZERS: dict[str, Maker] = {

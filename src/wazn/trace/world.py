@@ -26,13 +26,9 @@ from wazn.trace.autocast import cuda_autocast
 from wazn.trace.card import Card, fake_card
 from wazn.trace.engine import Engine
 from wazn.trace.habits import Habits
-from wazn.trace.libraries import (
-    bitsandbytes_on_cuda,
-    foreach_by_default,
-    modules_can_move,
-    real_to_transformers,
-)
+from wazn.trace.libraries import libraries_on_cuda
 from wazn.trace.tracker import DEVICE, StorageTracker
+from wazn.trace.values import KnownValues
 
 __all__ = ["World"]
 
@@ -60,7 +56,8 @@ class World:
         self.card = card or Card.of_capability(capability)
         capability = self.card.capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.tracker = StorageTracker(Engine(capability, matmul_workspaces=matmul_workspaces))
+        engine = Engine(capability, matmul_workspaces=matmul_workspaces)
+        self.tracker = StorageTracker(KnownValues(engine))
         self.capability = capability
         self._stack = ExitStack()
         self._depth = 0
@@ -73,11 +70,8 @@ class World:
         self._stack.enter_context(self.fake_mode)
         self._stack.enter_context(self.tracker)
         self._stack.enter_context(cuda_autocast())
-        self._stack.enter_context(real_to_transformers())
-        self._stack.enter_context(modules_can_move())
-        self._stack.enter_context(foreach_by_default())
-        self._stack.enter_context(bitsandbytes_on_cuda())
         self._stack.enter_context(fake_card(self.card, self.tracker))
+        self._stack.enter_context(libraries_on_cuda(self.tracker))
         habits = Habits(self.tracker, capability=self.capability)
         self._stack.enter_context(habits.through_backward())
         self._stack.enter_context(habits)
