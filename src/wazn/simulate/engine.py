@@ -169,8 +169,9 @@ def _accumulate(tape: Tape, node: Node, parameter: Parameter) -> None:
     if not alone or sys.getrefcount(gradient) > _STOLEN_ALONE:
         tape.label = parameter.name
         gradient = tape.new(gradient.numel, gradient.dtype)
-    assert gradient.storage is not None
-    gradient.storage.retag(tape.tag(Category.GRADIENTS, parameter.name))
+    if parameter.is_weight:
+        assert gradient.storage is not None
+        gradient.storage.retag(tape.tag(Category.GRADIENTS, parameter.name))
     parameter.grad = gradient
 
 

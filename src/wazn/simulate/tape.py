@@ -46,6 +46,7 @@ class Tape:
         self._recomputing: Frame | None = None
         self._sequence = 0
         self._pass = 0
+        self.oldest_id = 0  # of what was allocated in this pass; forward and the loss are one
         self._next_ids: dict[int | None, int] = {}
         self._next_id = 0
         self._ids: list[int] = []
@@ -62,6 +63,8 @@ class Tape:
         if step is not None:
             self.step = step
         self._pass += 1
+        if phase is not Phase.LOSS:
+            self.oldest_id = self._pass * PASS
         self._next_ids = {}
         self._begin_segment(None)
 
@@ -154,7 +157,13 @@ class Tape:
     def leaf(self, x: Tensor) -> Parameter:
         """Make a tensor without history require a gradient, which it then keeps (`requires_grad_(True)`)."""
         return Parameter(
-            x.storage, x.numel, x.dtype, name=self.label, layer=self.layer, requires_grad=True
+            x.storage,
+            x.numel,
+            x.dtype,
+            name=self.label,
+            layer=self.layer,
+            requires_grad=True,
+            is_weight=False,
         )
 
     # -- recording ops
@@ -429,6 +438,7 @@ class Tape:
             contexts, self._contexts = self._contexts, []
             with self.autocast(autocast_dtype):
                 again = function(inner)
+            self._mark_saved(again)
             self.category = category
             self.backward(again, gradient)
             self._contexts = contexts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wazn.dtypes import FLOAT32, Dtype
-from wazn.timeline.events import Tag
+from wazn.timeline.events import Category, Tag
 
 if TYPE_CHECKING:
     from wazn.simulate.engine import Node
@@ -33,6 +33,8 @@ class Storage:
 
     def __del__(self) -> None:
         tape = self._tape
+        if self.block_id < tape.oldest_id and self.tag.category is Category.TEMPORARY:
+            self.retag(tape.tag(Category.ACTIVATIONS, self.tag.label))  # it outlived its pass
         tape._ids.append(self.block_id)
         tape._sizes.append(-self.num_bytes)
         tape._tags.append(self.tag)
@@ -87,9 +89,12 @@ SCALAR = Tensor(
 
 
 class Parameter(Tensor):
-    """A leaf. `layer` is the index of its layer, or None outside the layers; `shape` is the weight's in PyTorch."""
+    """A leaf. `layer` is the index of its layer, or None outside the layers; `shape` is the weight's in PyTorch.
 
-    __slots__ = ("accumulator", "grad", "layer", "name", "shape")
+    is_weight: else it is an activation that requires a gradient of its own (`Tape.leaf`).
+    """
+
+    __slots__ = ("accumulator", "grad", "is_weight", "layer", "name", "shape")
 
     def __init__(
         self,
@@ -101,10 +106,12 @@ class Parameter(Tensor):
         layer: int | None,
         requires_grad: bool,
         shape: tuple[int, ...] = (),
+        is_weight: bool = True,
     ) -> None:
         super().__init__(storage, numel, dtype, requires_grad)
         self.name = name
         self.layer = layer
         self.shape = shape
+        self.is_weight = is_weight
         self.grad: Tensor | None = None
         self.accumulator: Node | None = None
