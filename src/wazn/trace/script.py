@@ -5,20 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Loop", "Script", "Task"]
+__all__ = ["Loop", "Reference", "Script", "Task"]
 
 
 class Loop(StrEnum):
     """Who runs the optimizer steps."""
 
     PLAIN = "plain"  # a loop of our own, written like Trainer's
-    TRAINER = "trainer"  # transformers.Trainer
+    TRAINER = "trainer"  # transformers.Trainer, or Seq2SeqTrainer
+    SFT = "sft"  # trl.SFTTrainer, as all below
+    DPO = "dpo"
+    REWARD = "reward"
+    GRPO = "grpo"  # what follows generation
 
 
 class Task(StrEnum):
     """What the model is trained to do, thus which of transformers' auto classes makes it."""
 
     CAUSAL_LM = "causal-lm"
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    SEQ2SEQ = "seq2seq"
+    IMAGE_TEXT = "image-text"
+
+
+class Reference(StrEnum):
+    """The model that the trained one is held against, in preference training."""
+
+    DEFAULT = "default"  # trl's: in DPO the base without its adapters, or a second model; in GRPO none
+    MODEL = "model"  # a second model; in GRPO the base without its adapters where there are any
+    PRECOMPUTED = "precomputed"  # its log-probabilities, computed before training; in DPO alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +43,9 @@ class Script:
     num_layers: the model cut to so many layers; None for all of them.
     capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
     matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's workspace.
+    code_folder: a local folder whose own model code is run (`--trust-remote-code`); None runs none.
+    num_images: in each sample of an image-text model.
+    image_size: (height, width) of each image, pixels; None is the size that the model's processor makes of a square.
 
     Of the plain loop alone:
 
@@ -35,6 +53,21 @@ class Script:
     attention_mask: batches hold a mask of ones, as data collators add it.
     raise_outputs: accelerate's `convert_outputs_to_fp32`, under autocast.
     use_cache: of the model's configuration; Trainer switches it off since 5.0, before only under checkpointing.
+
+    Of the Trainers alone:
+
+    optim: the name for `TrainingArguments.optim`; None for the recipe's optimizer.
+    padding: the fraction by which all samples but the first of a micro-batch are shorter than it.
+    packing: so many sequences are laid end to end in each sample, without padding; None for one sample to a row.
+    target_len: tokens of the labels of an encoder-decoder; None for `seq_len`.
+    activation_offloading: trl's: what forward saves for backward goes to the host.
+
+    Of preference and of reinforcement training:
+
+    prompt_len: tokens of the prompt, the rest of `seq_len` is the completion; None for half of them.
+    num_generations: completions for each prompt, in GRPO.
+    reference: the model to compare with.
+    reserved_bytes: what an inference engine beside the training keeps for itself.
     """
 
     loop: Loop = Loop.PLAIN
@@ -43,7 +76,19 @@ class Script:
     num_layers: int | None = None
     capability: tuple[int, int] = (8, 0)
     matmul_workspaces: bool = True
+    code_folder: str | None = None
+    num_images: int = 0
+    image_size: tuple[int, int] | None = None
     num_items: bool = True
     attention_mask: bool = True
     raise_outputs: bool = True
     use_cache: bool = False
+    optim: str | None = None
+    padding: float = 0.0
+    packing: int | None = None
+    target_len: int | None = None
+    activation_offloading: bool = False
+    prompt_len: int | None = None
+    num_generations: int = 8
+    reference: Reference = Reference.DEFAULT
+    reserved_bytes: int = 0
