@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from wazn.errors import InputError
 from wazn.recipe import Attention, Recipe
-from wazn.trace.script import Script
+from wazn.trace.configs import cut_layers, first_line, read_hf_config, task_of, text_part
+from wazn.trace.refusals import library_place
+from wazn.trace.script import Script, Task
 
 __all__ = ["build_model"]
 
@@ -18,21 +22,72 @@ _ATTENTION = {
     Attention.EAGER: "eager",
     Attention.FLASH: "flash_attention_2",
 }
+_AUTO_CLASSES = {
+    Task.CAUSAL_LM: "AutoModelForCausalLM",
+    Task.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    Task.SEQ2SEQ: "AutoModelForSeq2SeqLM",
+    Task.IMAGE_TEXT: "AutoModelForImageTextToText",
+}
 
 
 def build_model(config: Mapping[str, Any], recipe: Recipe, script: Script) -> Any:
-    """Build the model that `config` (a config.json) describes, in the recipe's weight dtype, on `meta`."""
-    from transformers import AutoModelForCausalLM
+    """Build the model that `config` (a config.json) describes, in the recipe's weight dtype, on `meta`.
 
-    hf_config = _text_config(config, script.num_layers)
-    hf_config.use_cache = script.use_cache
+    What `from_pretrained` keeps in fp32 is in fp32.
+
+    Raises: InputError where transformers refuses the configuration; Unsupported where it has no class for it.
+    """
+    import transformers
+
+    hf_config = read_hf_config(config, code_folder=script.code_folder)
+    task = script.task or task_of(hf_config)
+    hf_config = _config_for(hf_config, task)
+    if script.num_layers is not None:
+        cut_layers(hf_config, script.num_layers)
+    for part in {id(part): part for part in (hf_config, text_part(hf_config))}.values():
+        part.use_cache = script.use_cache
     dtype = getattr(torch, recipe.precision.weight_dtype.name)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            hf_config,
-            attn_implementation=_ATTENTION[recipe.attention],
-            **{_dtype_option(): dtype},
-        )
+    options = {"trust_remote_code": True} if script.code_folder is not None else {}
+    auto_class = getattr(transformers, _AUTO_CLASSES[task])
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                hf_config,
+                attn_implementation=_ATTENTION[recipe.attention],
+                **{_dtype_option(): dtype},
+                **options,
+            )
+    except Exception as error:  # a library's reading of what somebody wrote can stop anywhere
+        raise InputError(
+            f"transformers {transformers.__version__} cannot build `{hf_config.model_type}` from this "
+            f"configuration: {type(error).__name__}: {first_line(error)}{library_place(error)}"
+        ) from error
+    _keep_in_fp32(model, dtype)
+    return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Raise what `from_pretrained` keeps in fp32 when it loads a checkpoint in half precision: routers, biases of
+    experts, some norms.
+
+    Source: `_get_dtype_plan` in transformers/modeling_utils.py; before 5.0 the pattern `keep_in_fp32_regex` there,
+    whole names between dots. `_keep_in_fp32_modules_strict` is there since 4.51.
+    """
+    kept: set[str] = set()
+    if dtype is torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if not kept:
+        return
+    has_globs = hasattr(model, "_get_dtype_plan")
+    patterns = [
+        name.replace("*", ".*") if has_globs else rf"(^|\.){name}($|\.)" for name in sorted(kept)
+    ]
+    pattern = re.compile("|".join(patterns))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def _dtype_option() -> str:
@@ -43,22 +98,8 @@ def _dtype_option() -> str:
     return "dtype" if version >= (4, 56) else "torch_dtype"
 
 
-def _text_config(config: Mapping[str, Any], num_layers: int | None) -> Any:
-    """Read a config.json (keys that begin with `_` are remarks); of a model with towers take the
-    language model.
+def _config_for(hf_config: Any, task: Task) -> Any:
+    """Return the part of the configuration that a task trains: without images the language model where it has a
+    class of its own.
     """
-    from transformers import AutoConfig
-
-    wanted = {name: value for name, value in config.items() if not name.startswith("_")}
-    wanted.pop("auto_map", None)
-    hf_config = AutoConfig.for_model(wanted.pop("model_type"), **wanted)
-    if hasattr(hf_config, "get_text_config"):  # since 4.45
-        hf_config = hf_config.get_text_config()
-    if num_layers is None:
-        return hf_config
-    before = hf_config.num_hidden_layers
-    for name, value in vars(hf_config).copy().items():
-        if isinstance(value, list | tuple) and len(value) == before:
-            setattr(hf_config, name, value[:num_layers])
-    hf_config.num_hidden_layers = num_layers
-    return hf_config
+    return text_part(hf_config) if task is Task.CAUSAL_LM else hf_config

@@ -31,7 +31,9 @@ class Task(StrEnum):
 class Reference(StrEnum):
     """The model that the trained one is held against, in preference training."""
 
-    DEFAULT = "default"  # trl's: in DPO the base without its adapters, or a second model; in GRPO none
+    DEFAULT = (
+        "default"  # trl's: in DPO the base without its adapters, or a second model; in GRPO none
+    )
     MODEL = "model"  # a second model; in GRPO the base without its adapters where there are any
     PRECOMPUTED = "precomputed"  # its log-probabilities, computed before training; in DPO alone
 

@@ -16,15 +16,16 @@ from wazn.trace.adapters import make_trainable
 from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.loop import PlainLoop
-from wazn.trace.marks import head_of, mark_loss, name_model
+from wazn.trace.marks import head_of, mark_loss, name_gradients, name_model
 from wazn.trace.models import build_model
 from wazn.trace.optimizers import make_optimizer
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
+from wazn.trace.refusals import refusals
 from wazn.trace.rehearsal import Rehearsal
 from wazn.trace.sandbox import sandbox
 from wazn.trace.script import Loop, Script
-from wazn.trace.tracker import tensors_in
+from wazn.trace.tracker import StorageTracker, tensors_in
 from wazn.trace.world import World
 
 __all__ = ["rehearse"]
@@ -49,7 +50,7 @@ def rehearse(
     Raises: InputError, Unsupported.
     """
     _refuse(recipe)
-    with sandbox():
+    with sandbox(), refusals():
         return _rehearse(config, recipe, script, adapt, progress)
 
 
@@ -64,7 +65,7 @@ def _rehearse(
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = adapt(model, recipe)
-        _switch_on_training(model, recipe)
+        _switch_on_training(model, recipe, script)
     world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
     places = world.tracker.places = Places()
     places.of_model(model)
@@ -77,14 +78,13 @@ def _rehearse(
         quantised = recipe.quantization is not None
         name_model(tracker, model, give_quant_states(model) if quantised else [])
         mark_loss(tracker, model)
-        optimizer = make_optimizer(recipe.optimizer.value, model, tracker)
-        if script.loop is Loop.TRAINER:
-            from wazn.trace.trainer import train
-
-            train(tracker, model, optimizer, recipe, script)
-        else:
+        if script.loop is Loop.PLAIN:
+            name_gradients(tracker, model)
+            optimizer = make_optimizer(recipe.optimizer.value, model, tracker)
             loop = PlainLoop(tracker, model, optimizer, recipe, script)
             loop.run()  # and it holds the last batches and norms on to the end, as Trainer does
+        else:
+            model, optimizer = _train(tracker, model, recipe, script, config)
         states = [tensor for tensor in tensors_in(list(optimizer.state.values())) if tensor.dim()]
         return Rehearsal(
             events=tuple(tracker.events),
@@ -96,9 +96,26 @@ def _rehearse(
         )
 
 
-def _switch_on_training(model: Any, recipe: Recipe) -> None:
+def _train(
+    tracker: StorageTracker, model: Any, recipe: Recipe, script: Script, config: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Run a library's loop; return what it trained, with adapters where it adds them, and its optimizer."""
+    if script.loop is Loop.TRAINER:
+        from wazn.trace.trainer import train
+
+        trainer = train(tracker, model, recipe, script)
+    else:
+        from wazn.trace.preference import train_with_trl
+
+        trainer = train_with_trl(tracker, model, recipe, script, config)
+    return trainer.model, trainer.optimizer
+
+
+def _switch_on_training(model: Any, recipe: Recipe, script: Script) -> None:
+    """Switch on what a script switches on by itself; the Trainers have arguments for checkpointing."""
     model.train()
-    switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
+    if script.loop is Loop.PLAIN:
+        switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
     if recipe.inputs_require_grad and recipe.method not in (Method.FULL, Method.FREEZE):
         model.enable_input_require_grads()
 
