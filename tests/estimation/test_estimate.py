@@ -20,6 +20,7 @@ from wazn.model.lora import adapted, count_lora_parameters
 from wazn.simulate.step import simulate
 from wazn.timeline.events import Category, Part, Phase, Segment, Tag, Timeline
 from wazn.timeline.replay import replay
+from wazn.trace.script import Script
 from wazn.units import GIB, MIB
 
 LLAMA_3_1_8B = 8_030_261_248  # parameters, as published
@@ -194,8 +195,8 @@ def test_errors_of_the_library() -> None:
     with pytest.raises(UnknownFact) as unknown:
         wazn.estimate("smollm2-135m", gpu="rtx-4099")
     assert "rtx-4090-24gb" in unknown.value.nearest
-    with pytest.raises(Unsupported, match="rehearsal"):
-        wazn.estimate("smollm2-135m", engine="trace")
+    with pytest.raises(InputError, match="needs `engine` `trace`"):
+        wazn.estimate("smollm2-135m", script=Script())
 
 
 @pytest.mark.parametrize("family", supported_families())
@@ -257,7 +258,9 @@ FAMILIES = {model.family: model.id for model in reversed(list_models())}
 def test_what_is_trained_on_the_tape_is_what_peft_makes(family: str, targets: str) -> None:
     """The adapters that a run holds are those that are counted (and compared with peft) elsewhere, 4 bytes each."""
     try:
-        answer = wazn.estimate(FAMILIES[family], targets=targets, rank=8, seq_len=64)
+        answer = wazn.estimate(
+            FAMILIES[family], targets=targets, rank=8, seq_len=64, engine="simulate"
+        )
     except Unsupported as refusal:
         pytest.skip(refusal.message)
     expected = count_lora_parameters(adapted(answer.spec, targets), rank=8)

@@ -21,6 +21,7 @@ KEYS: dict[str, Any] = {
     "cluster": None,
     "peak": {"allocated_bytes", "reserved_bytes", "device_bytes", "phase", "step"},
     "breakdown": [{"category", "bytes", "basis"}],
+    "holders": [{"category", "module", "op", "line", "bytes"}],
     "outside": [{"category", "bytes", "basis", "source"}],
     "phases": [{"step", "phase", "peak_allocated_bytes"}],
     "resident": {
@@ -33,6 +34,7 @@ KEYS: dict[str, Any] = {
     "fit": {"gpu", "capacity_bytes", "verdict", "headroom_bytes"},
     "host": {"ram_bytes", "disk_bytes"},
     "batch": {"micro_batch", "grad_accum", "data_parallel", "effective_batch", "tokens_per_step"},
+    "rehearsed": None,
     "notes": [{"code", "params", "text"}],
 }
 CATEGORIES = {
@@ -77,6 +79,7 @@ def test_the_sums_are_exact(document: Any) -> None:
     """Lines sum to the allocated peak; reserved and outside to the device; what is left to the capacity."""
     peak = document["peak"]
     assert sum(line["bytes"] for line in document["breakdown"]) == peak["allocated_bytes"]
+    assert sum(holder["bytes"] for holder in document["holders"]) == peak["allocated_bytes"]
     outside = sum(line["bytes"] for line in document["outside"])
     assert peak["reserved_bytes"] + outside == peak["device_bytes"]
     assert peak["allocated_bytes"] <= peak["reserved_bytes"]

@@ -122,7 +122,10 @@ def _rehearsed_instead(
     try:
         return rehearse_run(source, asked, gpu=gpu, notes=(*notes, said), progress=progress)
     except WaznError as second:
-        hint = f"rehearsing it does not work either: {second.message}"
+        if second.message == error.message:  # it is not the architecture
+            raise error from None
+        more = f"rehearsing it fails too: {second.message}"
+        hint = more if error.hint is None else f"{error.hint}; {more}"
         raise Unsupported(error.message, hint=hint) from second
 
 

@@ -13,7 +13,7 @@ from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on, notes_on_verdict
-from wazn.estimation.options import Options, Resolved, resolve
+from wazn.estimation.options import Options, Resolved, refuse_unsupported, resolve
 from wazn.facts.models import ModelSource, spec_of
 from wazn.facts.notes import Note
 from wazn.facts.stacks import Habits, resolve_stack, stack_versions
@@ -61,6 +61,7 @@ def rehearse_run(
     family = str(source.mapping.get("model_type", "")) if spec is None else spec.family
     habits = _habits(options, family, libraries["transformers"])
     resolved = resolve(replace(options, stack=None), habits, gpu)
+    refuse_unsupported(resolved.recipe, resolved.cluster)
     recipe = replace(resolved.recipe, stack=f"hf@{libraries['transformers']}")
     resolved = Resolved(recipe=recipe, cluster=resolved.cluster, defaults=resolved.defaults)
     script = _script(script, recipe, gpu)
