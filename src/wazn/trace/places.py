@@ -24,8 +24,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import checkpoint
 
-__all__ = ["NOWHERE", "Place", "Places"]
+__all__ = ["NOWHERE", "Place", "Places", "unwrapped"]
 
 _INSIDE = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -41,14 +42,28 @@ class Place(NamedTuple):
 NOWHERE = Place()
 
 
+def unwrapped(name: str) -> str:
+    """Return a module's path without the wrappers of peft, which are nameless as the model itself is.
+
+    >>> unwrapped("base_model.model.lm_head"), unwrapped("base_model.model"), unwrapped("base_model")
+    ('lm_head', '', '')
+    """
+    for wrapper in ("base_model.model", "base_model"):
+        if name == wrapper or name.startswith(wrapper + "."):
+            return name[len(wrapper) + 1 :]
+    return name
+
+
 class Places:
     """Knows the module and the line of what is being allocated.
 
     `names`, by the identity of the module, are set by `of_model`; a module that has none counts to the one around it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = int) -> None:
         self.on_call: Callable[[], None] | None = None  # told of each call of a module
+        self.calls: list[tuple[int, int]] = []  # begin and end of each outermost call, by `clock`
+        self._clock = clock
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._starts: list[int] = []  # sequence numbers at which the module changed ...
@@ -60,7 +75,7 @@ class Places:
     def of_model(self, model: Any) -> None:
         """Take the names of a model's modules; wrappers of peft are left out of them."""
         for name, module in model.named_modules():
-            self._names[id(module)] = name.replace("base_model.model.", "", 1)
+            self._names[id(module)] = unwrapped(name)
 
     @property
     def num_modules(self) -> int:
@@ -84,13 +99,52 @@ class Places:
 
         torch.nn.Module.__call__ = call
         try:
-            yield
+            with self._in_checkpoints():
+                yield
         finally:
             torch.nn.Module.__call__ = original
 
     @contextmanager
+    def _in_checkpoints(self) -> Iterator[None]:
+        """Know the module that a checkpoint runs again, of which newer transformers checkpoint `forward` alone.
+
+        Both kinds of `torch.utils.checkpoint.checkpoint` hand the function on, to these two.
+        """
+        plain, reentrant = (
+            checkpoint._checkpoint_without_reentrant_generator,
+            checkpoint.CheckpointFunction,
+        )
+
+        def around(function: Callable[..., Any]) -> Callable[..., Any]:
+            name = self._stack[-1] if self._stack else ""
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.inside(name):
+                    return function(*args, **kwargs)
+
+            return run
+
+        def apply(function: Callable[..., Any], *args: Any) -> Any:
+            return reentrant.apply(around(function), *args)
+
+        def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return plain(around(function), *args, **kwargs)
+
+        again = type("CheckpointFunction", (reentrant,), {"apply": staticmethod(apply)})
+        checkpoint.__dict__.update(
+            _checkpoint_without_reentrant_generator=generator, CheckpointFunction=again
+        )
+        try:
+            yield
+        finally:
+            checkpoint.__dict__.update(
+                _checkpoint_without_reentrant_generator=plain, CheckpointFunction=reentrant
+            )
+
+    @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """Be in the module of this name while the context lasts."""
+        begin = None if self._stack else self._clock()
         self._stack.append(name)
         self._changed()
         try:
@@ -98,6 +152,8 @@ class Places:
         finally:
             self._stack.pop()
             self._changed()
+            if begin is not None:
+                self.calls.append((begin, self._clock()))
 
     def _changed(self) -> None:
         number = torch.autograd._get_sequence_nr()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
 
 from wazn.timeline.events import Category, Origin, Part, Phase, Segment, Tag, Timeline
+from wazn.trace.places import NOWHERE, Place
 from wazn.trace.tracker import StorageEvent, rounded_bytes
 
 __all__ = ["LOSS", "Rehearsal", "signed_rounded"]
@@ -19,6 +21,7 @@ class Rehearsal:
 
     names: by block, its category and the module it belongs to.
     head: the path of the module that makes the logits, if there is one.
+    calls: the first event of each outermost call of a module, and the first after it.
     managed_bytes: what the optimizer keeps in managed memory, outside PyTorch's allocator.
     tensors: on what kind of fake tensors it ran.
     Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
@@ -27,6 +30,7 @@ class Rehearsal:
     events: tuple[StorageEvent, ...]
     names: dict[int, tuple[Category, str]] = field(default_factory=dict)
     head: str | None = None
+    calls: tuple[tuple[int, int], ...] = ()
     num_parameters: int = 0
     num_trainable_parameters: int = 0
     managed_bytes: int = 0
@@ -51,8 +55,9 @@ class Rehearsal:
     def timeline(self) -> Timeline:
         """Return the events as a timeline: one part, one segment for each stretch of one phase and step.
 
-        A block without a name of its own is a workspace of cuBLAS; of the logits and the loss when the head or the
-        loss function made it; a temporary when it dies in the phase that made it; and an activation otherwise.
+        A block without a name of its own is a workspace of cuBLAS; of the logits and the loss when the head, the loss
+        function or what is around them made it, in forward or in backward; a temporary when it dies in the pass (or in
+        the recomputation of a checkpoint) that made it; and an activation otherwise.
         """
         tags = self._tags()
         segments: list[Segment] = []
@@ -76,33 +81,62 @@ class Rehearsal:
 
     def _tags(self) -> dict[int, Tag]:
         make = cache(_tag)
-        died: dict[int, StorageEvent] = {
-            event.block_id: event for event in self.events if event.num_bytes < 0
-        }
+        deaths = {e.block_id: index for index, e in enumerate(self.events) if e.num_bytes < 0}
         tags: dict[int, Tag] = {}
-        for event in self.events:
+        for index, event in enumerate(self.events):
             if event.num_bytes < 0:
                 continue
             module, line = event.place
             category, owner = self.names.get(event.block_id, (None, ""))
             if category is None:
-                category = self._category(event, died.get(event.block_id))
+                category = self._category(index, deaths.get(event.block_id))
             tags[event.block_id] = make(category, event.op, owner or module, line)
         return tags
 
-    def _category(self, born: StorageEvent, died: StorageEvent | None) -> Category:
+    def _category(self, birth: int, death: int | None) -> Category:
+        born = self.events[birth]
         if born.op.startswith("cublas"):
             return Category.WORKSPACES
-        if born.phase == Phase.LOSS or born.place.module == LOSS:
+        if born.phase in _PASSES and self._is_of_end(born.place):
             return Category.LOGITS_AND_LOSS
-        if self._is_of_head(born.place.module) and born.phase == Phase.FORWARD:
-            return Category.LOGITS_AND_LOSS
-        if died is not None and (died.step, died.phase) == (born.step, born.phase):
-            return Category.TEMPORARY
-        return Category.ACTIVATIONS
+        if death is None:
+            return Category.ACTIVATIONS
+        died = self.events[death]
+        if (born.step, _pass_of(born)) != (died.step, _pass_of(died)):
+            return Category.ACTIVATIONS
+        end = self._end_of_recomputation(birth) if born.phase == Phase.BACKWARD else None
+        return Category.TEMPORARY if end is None or death < end else Category.ACTIVATIONS
 
-    def _is_of_head(self, module: str) -> bool:
-        return self.head is not None and (module + ".").startswith(self.head + ".")
+    def _is_of_end(self, place: Place) -> bool:
+        """Say whether it is of what comes after the decoder: the head, the code around it, the loss, the loop."""
+        if place is NOWHERE or self.head is None:
+            return place.module == LOSS
+        return place.module in ("", LOSS) or (place.module + ".").startswith(self.head + ".")
+
+    def _end_of_recomputation(self, birth: int) -> int | None:
+        """Return the event at which what runs again in backward and has made this block is over, if one has.
+
+        What it still held when it was broken off dies right after it.
+        """
+        index = bisect_right(self.calls, (birth, len(self.events))) - 1
+        if index < 0 or self.calls[index][1] <= birth:
+            return None
+        end = self.calls[index][1]
+        while end < len(self.events) and self.events[end].num_bytes < 0:
+            end += 1
+        return end
+
+
+# forward and the loss are one pass; every other phase is one for itself
+_PASSES = {
+    str(Phase.FORWARD): "forward",
+    str(Phase.LOSS): "forward",
+    str(Phase.BACKWARD): "backward",
+}
+
+
+def _pass_of(event: StorageEvent) -> str:
+    return _PASSES.get(event.phase, event.phase)
 
 
 def _tag(category: Category, op: str, module: str, line: str) -> Tag:

@@ -67,7 +67,8 @@ def _rehearse(
         model = adapt(model, recipe)
         _switch_on_training(model, recipe, script)
     world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
-    places = world.tracker.places = Places()
+    events = world.tracker.events
+    places = world.tracker.places = Places(clock=lambda: len(events))
     places.of_model(model)
     if progress is not None:
         places.on_call = _progress_of(places, recipe, script, progress)
@@ -90,6 +91,7 @@ def _rehearse(
             events=tuple(tracker.events),
             names=tracker.names,
             head=head_of(model),
+            calls=tuple(places.calls),
             managed_bytes=sum(tensor.nbytes for tensor in states if tracker.is_on_host(tensor)),
             num_parameters=num_parameters,
             num_trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
