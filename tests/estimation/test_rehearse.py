@@ -155,7 +155,7 @@ def test_the_fraction_that_is_done_grows(llama: str) -> None:
     seen: list[float] = []
     wazn.estimate(llama, engine="trace", seq_len=64, grad_accum=3, progress=seen.append)
     assert seen == sorted(seen)
-    assert 0 < seen[0]
+    assert seen[0] > 0
     assert seen[-1] <= 1
 
 
