@@ -11,19 +11,24 @@ import torch
 
 from wazn.dtypes import FLOAT32
 from wazn.errors import InputError
-from wazn.recipe import Adapter, KbitPreparation, Quantization, QuantizationFormat, Recipe
+from wazn.recipe import KbitPreparation, Quantization, QuantizationFormat, Recipe
 from wazn.trace.quantized import prepare_kbit, quantise_linears, quantise_linears_8bit
 
-__all__ = ["make_trainable"]
+__all__ = ["lora_config", "make_base", "make_trainable"]
 
 
 def make_trainable(model: Any, recipe: Recipe) -> Any:
     """Quantise, adapt and freeze a model on `meta` as the recipe says; return it, wrapped where it has adapters."""
+    model = make_base(model, recipe)
+    return model if recipe.adapter is None else _with_adapters(model, recipe)
+
+
+def make_base(model: Any, recipe: Recipe) -> Any:
+    """Quantise or freeze a model on `meta` as the recipe says, without adapters."""
     if recipe.quantization is not None:
         _quantise(model, recipe.quantization)
-    if recipe.adapter is not None:
-        return _with_adapters(model, recipe.adapter, recipe)
-    _freeze(model, recipe.trainable, recipe.freeze)
+    if recipe.adapter is None:
+        _freeze(model, recipe.trainable, recipe.freeze)
     return model
 
 
@@ -47,18 +52,38 @@ def _quantise(model: Any, quantization: Quantization) -> None:
             module.to(dtype)
 
 
-def _with_adapters(model: Any, adapter: Adapter, recipe: Recipe) -> Any:
-    from peft import LoraConfig, get_peft_model
+def lora_config(model: Any, recipe: Recipe) -> Any:
+    """Return the recipe's adapters as `peft` takes them; None where there are none.
 
-    lora = LoraConfig(
+    Raises: InputError for `attention` where no attention has linear layers.
+    """
+    from peft import LoraConfig
+
+    adapter = recipe.adapter
+    if adapter is None:
+        return None
+    return LoraConfig(
         r=adapter.rank,
         lora_alpha=2 * adapter.rank,
         lora_dropout=adapter.dropout,
         target_modules=_targets(model, adapter.targets),
         modules_to_save=list(adapter.modules_to_save) or None,
         use_dora=adapter.dora,
-        task_type="CAUSAL_LM",
+        task_type=_task_type(model),
     )
+
+
+def _task_type(model: Any) -> str:
+    """Return peft's word for the task; a classifier's new head it trains beside the adapters."""
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+
+
+def _with_adapters(model: Any, recipe: Recipe) -> Any:
+    from peft import get_peft_model
+
+    lora = lora_config(model, recipe)
     try:
         wrapped = get_peft_model(model, lora)
     except ValueError as error:  # it says which names it did not find

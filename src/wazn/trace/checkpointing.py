@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from wazn.errors import InputError
 
-__all__ = ["CHECKPOINTING", "switch_on_checkpointing"]
+__all__ = ["CHECKPOINTING", "checkpointing_options", "keep_every", "switch_on_checkpointing"]
 
 CHECKPOINTING = ("none", "full", "full-reentrant", "every-n", "selective-op")
 
@@ -35,14 +35,24 @@ def switch_on_checkpointing(model: Any, name: str, *, every: int = 1) -> None:
         raise InputError(f"checkpointing `{name}` is not one of {', '.join(CHECKPOINTING)}")
     if name == "none":
         return
+    newest = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
+    (newest or model.gradient_checkpointing_enable)(checkpointing_options(name))
+    if name == "every-n":
+        keep_every(model, every)
+
+
+def checkpointing_options(name: str) -> dict[str, Any]:
+    """Return the keyword arguments for `torch.utils.checkpoint.checkpoint`."""
     options: dict[str, Any] = {"use_reentrant": name == "full-reentrant"}
     if name == "selective-op":
         options["context_fn"] = _selective_contexts
-    newest = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
-    (newest or model.gradient_checkpointing_enable)(options)
-    if name == "every-n":
-        for index, layer in enumerate(_checkpointed_layers(model)):
-            layer.gradient_checkpointing = index % every == 0
+    return options
+
+
+def keep_every(model: Any, every: int) -> None:
+    """Of a model whose layers are all checkpointed leave one of `every` so, from the first on."""
+    for index, layer in enumerate(_checkpointed_layers(model)):
+        layer.gradient_checkpointing = index % every == 0
 
 
 def _checkpointed_layers(model: Any) -> list[Any]:

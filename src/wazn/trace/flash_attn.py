@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wazn.errors import Unsupported
+from wazn.trace.flash_attn_padding import index_first_axis, pad_input, unpad_input
 from wazn.trace.kernels import Workspace, flash_backward, flash_varlen_backward
 from wazn.trace.tracker import StorageTracker
 
@@ -155,8 +156,9 @@ def _modules() -> dict[str, ModuleType]:
         "bert_padding": padding,
     }
     package.__dict__.update(contents)
-    helpers = ("index_first_axis", "pad_input", "unpad_input")
-    padding.__dict__.update(dict.fromkeys(helpers, _not_in_training))
+    padding.__dict__.update(
+        index_first_axis=index_first_axis, pad_input=pad_input, unpad_input=unpad_input
+    )
     return {"flash_attn": package, "flash_attn.bert_padding": padding}
 
 

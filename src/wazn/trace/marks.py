@@ -28,14 +28,13 @@ def head_of(model: Any) -> str | None:
 
 
 def name_model(tracker: StorageTracker, model: Any, quant_states: list[torch.Tensor]) -> None:
-    """Name weights, adapters and the states of quantised weights, and gradients from when they are made."""
+    """Name weights, adapters and the states of quantised weights."""
     for tensor in quant_states:
         tracker.name(tensor, Category.QUANTIZATION_STATE)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         is_adapter = "lora_" in name or ".modules_to_save." in name
         category = Category.ADAPTER_WEIGHTS if is_adapter else Category.WEIGHTS
         tracker.name(tensor, category, owner_of(name))
-    name_gradients(tracker, model)
 
 
 def owner_of(name: str) -> str:

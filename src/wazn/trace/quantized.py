@@ -49,7 +49,14 @@ def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4")
         )
         _pack(layer, dtype=dtype, double_quant=double_quant, quant_type=quant_type)
         model.set_submodule(name, layer)
-    model.is_loaded_in_4bit = model.is_quantized = True
+    model.is_loaded_in_4bit = True
+    _sign(
+        model,
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+    )
 
 
 def quantise_linears_8bit(model: Any) -> None:
@@ -70,7 +77,20 @@ def quantise_linears_8bit(model: Any) -> None:
         if layer.bias is not None:
             layer.bias = torch.nn.Parameter(layer.bias.to(dtype), requires_grad=False)
         model.set_submodule(name, layer)
-    model.is_loaded_in_8bit = model.is_quantized = True
+    model.is_loaded_in_8bit = True
+    _sign(model, load_in_8bit=True, llm_int8_threshold=0.0)
+
+
+def _sign(model: Any, **options: Any) -> None:
+    """Note on a model what `from_pretrained` notes on one that it quantised; Trainer and peft look there."""
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantization = BitsAndBytesConfig(**options)
+    model.is_quantized = True
+    model.quantization_method = quantization.quant_method
+    model.config.quantization_config = quantization
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
 
 
 def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:

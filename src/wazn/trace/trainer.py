@@ -1,108 +1,153 @@
-"""The real `transformers.Trainer` loop on fake tensors: two optimizer steps, unmodified.
+"""The real `transformers.Trainer` on fake tensors, unmodified: its optimizer, its collator, its loop.
 
-Batches come from a data set of real token lists through the real collator and data loader; the optimizer
-is handed in, because `Trainer` would choose the CPU's implementation here. Marks for the phases are set by
-wrapping the Trainer's own calls.
+It is set up as a user sets it up, through `TrainingArguments`; what differs between versions of transformers is asked
+of the installed one in `training_arguments`. Marks for phases and steps are set by wrapping what every version calls
+by the same name.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
 from typing import Any
 
-import torch
-
-from wazn.dtypes import BFLOAT16
-from wazn.recipe import Recipe
-from wazn.timeline.events import Phase
-from wazn.trace.marks import name_states
-from wazn.trace.script import Script
+from wazn.dtypes import BFLOAT16, FLOAT16
+from wazn.errors import InputError, Unsupported
+from wazn.recipe import Checkpointing, Optimizer, Recipe
+from wazn.trace.batches import Samples, collator_of, task_of_model
+from wazn.trace.checkpointing import checkpointing_options, keep_every
+from wazn.trace.optimizers import make_optimizer
+from wazn.trace.script import Script, Task
 from wazn.trace.tracker import StorageTracker
+from wazn.trace.trainer_marks import marks_on_trainer
 
-__all__ = ["train"]
+__all__ = ["optimizers_for", "run", "train", "training_arguments"]
+
+# Names of `TrainingArguments.optim`; what is missing here Trainer cannot make, and it is handed in.
+_OPTIM = {
+    Optimizer.ADAMW: "adamw_torch",
+    Optimizer.ADAMW_FUSED: "adamw_torch_fused",
+    Optimizer.ADAMW_8BIT: "adamw_bnb_8bit",
+    Optimizer.PAGED_ADAMW_8BIT: "paged_adamw_8bit",
+    Optimizer.PAGED_ADAMW: "paged_adamw_32bit",
+    Optimizer.ADAFACTOR: "adafactor",
+    Optimizer.LION: "lion_32bit",
+    Optimizer.LION_8BIT: "lion_8bit",
+    Optimizer.SGD: "sgd",
+}
 
 
-def train(
-    tracker: StorageTracker,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    script: Script,
-) -> None:
-    """Run `script.num_steps` optimizer steps of `Trainer.train()`.
+def train(tracker: StorageTracker, model: Any, recipe: Recipe, script: Script) -> Any:
+    """Run `script.num_steps` optimizer steps of `Trainer.train()`; return the trainer.
 
-    Must run inside a world; the model has fake storages. Nothing is saved; the output folder is temporary.
+    An encoder-decoder has the `Seq2SeqTrainer`. Must run inside a world; the model has fake storages, and nothing of
+    it is checkpointed yet.
+
+    Raises: InputError, Unsupported.
     """
-    from transformers import Trainer, TrainingArguments
+    import transformers
 
+    task = task_of_model(model)
+    is_seq2seq = task is Task.SEQ2SEQ
+    trainer_class = transformers.Seq2SeqTrainer if is_seq2seq else transformers.Trainer
+    arguments_class = (
+        transformers.Seq2SeqTrainingArguments if is_seq2seq else transformers.TrainingArguments
+    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            per_device_train_batch_size=recipe.micro_batch,
-            gradient_accumulation_steps=recipe.grad_accum,
-            max_steps=script.num_steps,
-            bf16=recipe.precision.autocast_dtype is BFLOAT16,
-            max_grad_norm=recipe.max_grad_norm or 0.0,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = Trainer(
+        trainer = trainer_class(
             model=model,
-            args=arguments,
-            train_dataset=_Tokens(
-                script.num_steps * recipe.grad_accum * recipe.micro_batch, recipe.seq_len
-            ),
-            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+            args=training_arguments(arguments_class, folder, recipe, script),
+            train_dataset=Samples(recipe, script, task),
+            data_collator=collator_of(model, task, script),
+            optimizers=optimizers_for(model, recipe, script, tracker),
         )
-        _mark_phases(tracker, trainer, partial(name_states, tracker, model, optimizer))
-        trainer.train()
+        run(tracker, trainer, recipe)
+    return trainer
 
 
-class _Tokens(torch.utils.data.Dataset[dict[str, list[int]]]):
-    """So many samples of the same length, labels equal to inputs."""
+def training_arguments(cls: Any, folder: str, recipe: Recipe, script: Script, **more: Any) -> Any:
+    """Return `TrainingArguments` (or a class of that kind) that say what the recipe says.
 
-    def __init__(self, num_samples: int, seq_len: int) -> None:
-        self.num_samples = num_samples
-        self.seq_len = seq_len
+    Everything that the recipe leaves open keeps the installed version's default. Losses are logged at every step:
+    that they are is no matter of memory, but it is the code that runs. Samples are not pinned, since pinned memory is
+    the host's and the data loader pins in a thread of its own.
 
-    def __len__(self) -> int:
-        return self.num_samples
+    Raises: InputError for an option that the installed version does not have.
+    """
+    autocast = recipe.precision.autocast_dtype
+    choices: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": recipe.micro_batch,
+        "gradient_accumulation_steps": recipe.grad_accum,
+        "max_steps": script.num_steps,
+        "max_grad_norm": recipe.max_grad_norm or 0.0,
+        "bf16": autocast is BFLOAT16,
+        "fp16": autocast is FLOAT16,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **_checkpointing(cls, recipe),
+        **more,
+    }
+    optim = script.optim or _OPTIM.get(recipe.optimizer)
+    if optim is not None:
+        choices["optim"] = optim
+    known = {field.name for field in fields(cls)}
+    unknown = choices.keys() - known
+    if unknown:
+        raise Unsupported(f"the installed `{cls.__name__}` has no `{min(unknown)}`")
+    try:
+        return cls(**choices)
+    except ValueError as error:
+        raise InputError(f"`{cls.__name__}` refuses: {error}") from error
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        names = ("input_ids", "labels", "attention_mask")
-        return {name: [1] * self.seq_len for name in names}
+
+def _checkpointing(cls: Any, recipe: Recipe) -> dict[str, Any]:
+    if recipe.checkpointing is Checkpointing.NONE:
+        return {"gradient_checkpointing": False}
+    options = checkpointing_options(recipe.checkpointing)
+    renamed = any(field.name == "activation_checkpointing" for field in fields(cls))  # since 5.20
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": options}
 
 
-def _mark_phases(tracker: StorageTracker, trainer: Any, on_step: Callable[[], None]) -> None:
-    def marked(
-        owner: Any, name: str, phase: Phase, *, before: Callable[[], None] | None = None
-    ) -> None:
-        original = getattr(owner, name)
+def optimizers_for(
+    model: Any, recipe: Recipe, script: Script, tracker: StorageTracker
+) -> tuple[Any, None]:
+    """Return what Trainer takes as `optimizers`: one that it cannot make itself, or none, and no schedule."""
+    if script.optim is not None or recipe.optimizer in _OPTIM:
+        return None, None
+    return make_optimizer(recipe.optimizer.value, model, tracker), None
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before()
-            tracker.phase = phase
-            return original(*args, **kwargs)
 
-        setattr(owner, name, call)
+def run(
+    tracker: StorageTracker, trainer: Any, recipe: Recipe, *, loss_outside: bool = False
+) -> None:
+    """Run a trainer's `train()` with marks for steps, phases and what belongs to whom.
 
-    def next_step() -> None:
-        tracker.step += 1
+    loss_outside: the trainer computes its loss itself, from what the model returned.
 
-    def optimizer_begins(*_: Any) -> None:
-        tracker.phase = Phase.OPTIMIZER
+    Raises: InputError where an optimizer needs a package that is not there.
+    """
+    from transformers import PrinterCallback
 
-    trainer.optimizer.register_step_pre_hook(optimizer_begins)
+    trainer.remove_callback(PrinterCallback)  # it prints what is logged
+    if recipe.checkpointing is Checkpointing.EVERY_N:
+        trainer.add_callback(_keep_every(trainer.model, recipe.checkpoint_every))
+    with marks_on_trainer(tracker, trainer, loss_outside=loss_outside):
+        try:
+            trainer.train()
+        except ImportError as error:
+            raise InputError(f"the optimizer cannot be made: {error}") from error
 
-    marked(trainer, "get_batch_samples", Phase.FORWARD, before=next_step)
-    marked(trainer, "compute_loss", Phase.FORWARD)
-    marked(trainer.accelerator, "backward", Phase.BACKWARD)
-    marked(trainer.accelerator, "clip_grad_norm_", Phase.CLIP)
-    marked(trainer.model, "zero_grad", Phase.ZERO_GRAD, before=on_step)
+
+def _keep_every(model: Any, every: int) -> Any:
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            keep_every(model, every)
+
+    return Callback()

@@ -33,6 +33,7 @@ _FACTORIES = {
     _ATEN.full.default,
     _ATEN.scalar_tensor.default,
 }
+_SHUFFLES = {_ATEN.randperm.default, _ATEN.randperm.generator}  # they leave things in order
 _SHAPED_BY_VALUES = {
     _ATEN.nonzero.default,
     _ATEN.masked_select.default,
@@ -68,6 +69,10 @@ class KnownValues:
         if func in _FACTORIES:
             result = self._run(tracker, func, args, kwargs)
             self._note(func, args, kwargs, result)
+            return result
+        if func in _SHUFFLES:
+            result = self._run(tracker, func, args, kwargs)
+            self._note(_ATEN.arange.default, args[:1], {"dtype": result.dtype}, result)
             return result
         first = args[0] if args else None
         if type(first) is list and first:
