@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wazn.trace import kernels
+from wazn.trace.recall import Recall
 from wazn.trace.tracker import DEVICE, StorageTracker
 from wazn.units import ceil_div, round_up
 
@@ -32,14 +33,14 @@ class Engine:
 
     def __init__(self, capability: tuple[int, int], *, matmul_workspaces: bool) -> None:
         self._capability = capability
-        self._previous: Any = None
+        self._recall = Recall()
         self._threads_without_workspace = {"forward", "backward"} if matmul_workspaces else set()
 
     def __call__(
         self, tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run `func(*args, **kwargs)`, or what stands for it, and return its result."""
-        previous, self._previous = self._previous, func
+        previous = tracker.previous
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(tracker, args[0])
         if func is torch.ops.aten.nonzero.default:
@@ -57,9 +58,9 @@ class Engine:
             self._first_matmul(tracker)
         workspace = kernels.workspace_of(func, args, kwargs, self._capability)
         if workspace is kernels.NO_WORKSPACE:
-            return _as_on_cuda(tracker, func, args, func(*args, **kwargs))
+            return _as_on_cuda(tracker, func, args, self._recall(func, args, kwargs))
         held = [tracker.take(size, op=f"{func}: {name}") for name, size in workspace.before]
-        result = _as_on_cuda(tracker, func, args, func(*args, **kwargs))
+        result = _as_on_cuda(tracker, func, args, self._recall(func, args, kwargs))
         tracker.observe(result, op=str(func))
         held += [tracker.take(size, op=f"{func}: {name}") for name, size in workspace.after]
         for block_id in reversed(held):

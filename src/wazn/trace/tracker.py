@@ -16,9 +16,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from wazn.timeline.events import Category
@@ -77,6 +79,14 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
             yield from tensors_in(item)
 
 
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
 class StorageTracker(TorchDispatchMode):
     """Records every storage that operations allocate while it is active.
 
@@ -99,10 +109,12 @@ class StorageTracker(TorchDispatchMode):
         self.destination: str | None = (
             None  # `host` or `device` while a result is known to go there
         )
+        self.previous: Any = None  # the operation that ran last
         self._run_operation = run_operation
         self._alive: dict[int, _Block] = {}
         self._ids: dict[int, int] = {}  # address of a live storage -> its block
         self._host: set[int] = set()  # addresses of live storages in host memory
+        self._deaths: dict[int, weakref.ref[Any]] = {}  # these record the frees
         self._next_id = 0
 
     def __torch_dispatch__(
@@ -113,19 +125,27 @@ class StorageTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation and record what it allocated."""
-        kwargs = kwargs or {}
-        if self.places is not None:
-            self.place = self.places.here()
-        if self._run_operation is not None:
-            result = self._run_operation(self, func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
-        if func is not torch.ops.prim.device.default:
+        if func is _DEVICE_OF:  # autograd asks twice for each operation
+            self.previous = func
+            return args[0].device
+        with torch._C.DisableTorchFunction():  # function modes end where operations begin
+            if self.places is not None:
+                self.place = self.places.here()
+            if self._run_operation is not None:
+                result = self._run_operation(self, func, args, kwargs or {})
+            else:
+                result = func(*args, **kwargs or {})
+            self.previous = func
             if self._goes_to_host(args):
                 self.keep_on_host(result)
             else:
-                self.observe(result, op=str(func))
+                self.observe(result, op=_name(func))
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operation PyTorch's wrapper against TorchDynamo: nothing is compiled here."""
+        return False
 
     @contextmanager
     def going_to(self, destination: str) -> Iterator[None]:
@@ -141,11 +161,18 @@ class StorageTracker(TorchDispatchMode):
             return self.destination == "host"
         if not self._host:
             return False
-        tensors = list(tensors_in(args))
-        return bool(tensors) and all(self.is_on_host(tensor) for tensor in tensors)
+        found = False
+        for tensor in tensors_in(args):
+            if not self.is_on_host(tensor):
+                return False
+            found = True
+        return found
 
     def observe(self, value: Any, *, op: str) -> None:
         """Record the storages in `value` that are new, or that changed their size."""
+        if type(value) is FakeTensor:  # nearly always
+            self._observe_storage(value.untyped_storage(), value, op)
+            return
         for tensor in tensors_in(value):
             if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
                 continue
@@ -180,7 +207,7 @@ class StorageTracker(TorchDispatchMode):
             if storage._cdata in self._ids:
                 self._free(self._ids.pop(storage._cdata))
             else:
-                weakref.finalize(storage, self._forget, storage._cdata)
+                self._watch(storage)
             self._host.add(storage._cdata)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -212,11 +239,16 @@ class StorageTracker(TorchDispatchMode):
                 return
             self._free(known)  # resized: PyTorch allocates anew
         else:
-            weakref.finalize(storage, self._forget, address)
+            self._watch(storage)
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._ids[address] = self._allocate(num_bytes, op, shape=tuple(tensor.shape), dtype=dtype)
 
-    def _forget(self, address: int) -> None:
+    def _watch(self, storage: Any) -> None:
+        address = storage._cdata
+        self._deaths[address] = weakref.ref(storage, partial(self._forget, address))
+
+    def _forget(self, address: int, _: Any) -> None:
+        del self._deaths[address]
         self._host.discard(address)
         block_id = self._ids.pop(address, None)
         if block_id is not None:

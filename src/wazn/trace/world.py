@@ -56,6 +56,7 @@ class World:
         self.card = card or Card.of_capability(capability)
         capability = self.card.capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode.cache_enabled = False  # `recall` is faster
         engine = Engine(capability, matmul_workspaces=matmul_workspaces)
         self.tracker = StorageTracker(KnownValues(engine))
         self.capability = capability
