@@ -133,6 +133,17 @@ def test_an_old_version_is_named_with_the_one_that_is_needed(
         wazn.estimate("smollm2-135m", engine="trace")
 
 
+def test_what_nobody_has_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    """A million layers would be a million modules; a batch of 30 million tokens a list of as many numbers."""
+    deep = folder(tmp_path, {**MAMBA, "num_hidden_layers": 1_000_000})
+    with pytest.raises(InputError, match="`num_hidden_layers`: at most 512"):
+        wazn.estimate(deep, engine="trace")
+    with pytest.raises(InputError, match="30,000,000 tokens is not rehearsed"):
+        wazn.estimate("smollm2-135m", engine="trace", seq_len=30_000_000)
+    with pytest.raises(InputError, match="takes fp16 and bf16 only"):
+        wazn.estimate("smollm2-135m", engine="trace", attention="flash", precision="fp32")
+
+
 def test_another_version_than_the_installed_one_cannot_be_rehearsed() -> None:
     """A rehearsal runs what is there; it does not pretend to be another version."""
     with pytest.raises(InputError, match=r"hf@4\.41.*\n.*pip install 'transformers==4\.41\.\*'"):

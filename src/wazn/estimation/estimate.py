@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wazn.cluster import Gpu
-from wazn.dtypes import FLOAT32
 from wazn.errors import InputError, UnknownFact, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on
-from wazn.estimation.options import OPTION_NAMES, Options, Resolved, refuse_unsupported, resolve
+from wazn.estimation.options import OPTION_NAMES, Options, Resolved, resolve
+from wazn.estimation.refusals import refuse_absurd, refuse_flash_in_fp32, refuse_unsupported
 from wazn.estimation.targets import adapted_names
 from wazn.facts.gpus import resolve_gpu
 from wazn.facts.models import ModelSource, resolve_model, spec_of
@@ -40,8 +40,6 @@ __all__ = ["ENGINES", "Run", "estimate", "run_through", "weigh"]
 ENGINES = ("auto", "simulate", "trace")
 # From the third micro-batch of an optimizer step on, all do the same in the same memory: more of them change no figure.
 MICRO_BATCHES_RUN = 3
-LARGEST_TENSOR_BYTES = 10**14  # no machine has it, and the sums beyond are nobody's question
-_FLOAT32_BYTES = 4
 _WITHOUT_FLASH = (
     "bloom",
     "mpt",
@@ -199,8 +197,9 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     resolved = resolve(options, habits, gpu)
     recipe = resolved.recipe
     refuse_unsupported(recipe, resolved.cluster)
-    _refuse_absurd(spec, recipe)
-    _refuse_what_the_class_has_not(spec, recipe)
+    refuse_absurd(recipe, num_logits=spec.head.out_features)
+    refuse_flash_in_fp32(recipe)
+    _refuse_what_was_not_read(spec, recipe)
     targets = adapted_names(spec, recipe)
     simulation = simulate(
         spec,
@@ -220,35 +219,12 @@ def run_through(spec: ModelSpec, options: Options, gpu: Gpu | None) -> Run:
     )
 
 
-def _refuse_absurd(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises: InputError where a single tensor would have more than 100 TB."""
-    tokens = recipe.micro_batch * recipe.seq_len
-    scores = 0
-    if recipe.attention is Attention.EAGER:
-        scores = recipe.seq_len * tokens
-    fetched = 2 * recipe.grad_accum * tokens  # ids of 8 bytes
-    largest = max(tokens * spec.head.out_features, scores, fetched) * _FLOAT32_BYTES
-    if largest > LARGEST_TENSOR_BYTES:
-        raise InputError(
-            f"{recipe.micro_batch:,} x {recipe.seq_len:,} tokens, {recipe.grad_accum:,} times, make a "
-            f"tensor of {largest // 10**12:,} TB",
-            hint="lower `--micro-batch`, `--seq-len` or `--grad-accum`",
-        )
-
-
-def _refuse_what_the_class_has_not(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises: InputError where the class or the flash package refuses; Unsupported where its code was not read."""
+def _refuse_what_was_not_read(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raises: InputError where the class refuses; Unsupported where its code was not read."""
     if recipe.attention is Attention.FLASH and spec.family in _WITHOUT_FLASH:
         raise InputError(
             f"`--attention flash`: `{spec.family}` has none in transformers",
             hint="`--attention eager`",
-        )
-    computed = recipe.precision.autocast_dtype or recipe.precision.weight_dtype
-    if recipe.attention is Attention.FLASH and computed is FLOAT32:
-        # "FlashAttention only support fp16 and bf16 data type" (flash-attn, csrc/flash_attn/flash_api.cpp)
-        raise InputError(
-            "`--attention flash`: the flash-attn package takes fp16 and bf16 only, found fp32",
-            hint="`--precision bf16-mixed`, or `--attention sdpa`",
         )
     for layer in {id(layer): layer for layer in spec.layers}.values():
         attention = layer.attention

@@ -37,7 +37,6 @@ __all__ = [
     "Options",
     "Resolved",
     "as_option",
-    "refuse_unsupported",
     "resolve",
 ]
 
@@ -439,23 +438,3 @@ def _targets(text: str) -> tuple[str, ...]:
 
 def _patterns(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def refuse_unsupported(recipe: Recipe, cluster: Cluster) -> None:
-    """Say which of the choices cannot be weighed yet. Raises: Unsupported."""
-    if recipe.loss is not Loss.STANDARD:
-        raise Unsupported(
-            f"`--loss {recipe.loss}` is not modelled",
-            hint="`--loss standard` holds more: an upper bound",
-        )
-    layout = cluster.layout
-    if layout.parallel is not Parallel.DDP:
-        raise Unsupported(
-            f"`--parallel {layout.parallel}`: sharding cannot be weighed yet",
-            hint="`--gpus 1` without `--parallel` is weighed",
-        )
-    if layout.offload is not Offload.NONE:
-        raise Unsupported(
-            f"`--offload {layout.offload}` cannot be weighed yet",
-            hint="`--optimizer paged-adamw-8bit` keeps the optimizer's states outside",
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,12 @@ from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on, notes_on_verdict
-from wazn.estimation.options import Options, Resolved, refuse_unsupported, resolve
+from wazn.estimation.options import Options, Resolved, resolve
+from wazn.estimation.refusals import refuse_absurd, refuse_flash_in_fp32, refuse_unsupported
 from wazn.facts.models import ModelSource, spec_of
 from wazn.facts.notes import Note
 from wazn.facts.stacks import Habits, resolve_stack, stack_versions
+from wazn.model.fields import MOST_LAYERS, printable
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Recipe
 
@@ -31,6 +33,7 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes
 OLDEST = {"torch": (2, 6), "transformers": (4, 40)}
 # From the third micro-batch of an optimizer step on, all do the same in the same memory.
 MICRO_BATCHES_RUN = 3
+LARGEST_BATCH = 1 << 24  # tokens
 _ANY_FAMILY = "llama"  # whose habits that matter here, those of the loop, are everybody's
 
 
@@ -62,6 +65,10 @@ def rehearse_run(
     habits = _habits(options, family, libraries["transformers"])
     resolved = resolve(replace(options, stack=None), habits, gpu)
     refuse_unsupported(resolved.recipe, resolved.cluster)
+    refuse_flash_in_fp32(resolved.recipe)
+    _refuse_absurd(resolved.recipe, source, spec)
+    if spec is None:  # a spec has passed the same
+        _refuse_deep(source.mapping)
     recipe = replace(resolved.recipe, stack=f"hf@{libraries['transformers']}")
     resolved = Resolved(recipe=recipe, cluster=resolved.cluster, defaults=resolved.defaults)
     script = _script(script, recipe, gpu)
@@ -124,6 +131,27 @@ def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
         script = replace(script, loop=Loop.PLAIN)
     capability = gpu.cuda_capability if gpu is not None else None
     return script if capability is None else replace(script, capability=capability)
+
+
+def _refuse_absurd(recipe: Recipe, source: ModelSource, spec: ModelSpec | None) -> None:
+    """Raises: InputError for batches that are nobody's: they are real lists of numbers here."""
+    vocabulary = source.mapping.get("vocab_size") if spec is None else spec.head.out_features
+    refuse_absurd(recipe, num_logits=vocabulary if isinstance(vocabulary, int) else 1)
+    tokens = recipe.micro_batch * recipe.seq_len
+    if tokens > LARGEST_BATCH:
+        raise InputError(
+            f"a micro-batch of {tokens:,} tokens is not rehearsed: at most {LARGEST_BATCH:,}",
+            hint="lower `--micro-batch` or `--seq-len`, or take `--engine simulate`",
+        )
+
+
+def _refuse_deep(config: Mapping[str, Any]) -> None:
+    """Raises: InputError for more layers than any model has: each is built, one by one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _refuse_deep(value)
+        elif re.search("(layers?|depth)$", key) and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(f"`{printable(key)}`: at most {MOST_LAYERS:,}, found `{value}`")
 
 
 def _spec_or_none(source: ModelSource) -> ModelSpec | None:

@@ -17,12 +17,11 @@ from wazn.errors import Unsupported
 __all__ = ["sandbox"]
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "DISABLE_TELEMETRY")
-_TALKATIVE = ("transformers", "bitsandbytes", "peft", "trl", "accelerate", "torch", "datasets")
 
 
 @contextmanager
 def sandbox() -> Iterator[None]:
-    """Refuse connections, swallow what is printed, and log errors only, while the context lasts."""
+    """Refuse connections, swallow what is printed and logged, while the context lasts."""
     with ExitStack() as stack:
         stack.enter_context(_offline())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -58,16 +57,10 @@ def _offline() -> Iterator[None]:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    hub = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    hub_level = hub.level
-    hub.setLevel(logging.CRITICAL)  # about a kernel that it would like to download
+    """Let nobody log anything that is not critical: bitsandbytes calls a kernel that it cannot download an error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        hub.setLevel(hub_level)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
