@@ -192,7 +192,7 @@ def test_a_module_is_patched_when_it_is_imported(
     tracker = sys.modules["wazn.trace.tracker"]
     monkeypatch.setattr(tracker, "FLAG", "outside", raising=False)
     patches = {"late_library": lambda module: patched(module, {"value": 2, "unknown": 3})}
-    executed_in = {"late_library": lambda: patched(tracker, {"FLAG": "inside"})}
+    executed_in = {"late_library": lambda _: patched(tracker, {"FLAG": "inside"})}
     with when_imported(patches, executed_in=executed_in):
         import late_library  # type: ignore[import-not-found]
 

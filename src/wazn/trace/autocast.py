@@ -149,11 +149,17 @@ def _both_devices() -> Iterator[None]:
             device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
         enter(region, device_type, dtype, enabled, cache_enabled)
 
+    cast = torch.amp.autocast_mode._cast
+
+    def cast_on(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
     patches: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch, "is_autocast_enabled", is_autocast_enabled),
         (torch, "get_autocast_dtype", get_autocast_dtype),
         (torch, "get_autocast_gpu_dtype", get_autocast_dtype),
         (torch.autocast, "__init__", init),
+        (torch.amp.autocast_mode, "_cast", cast_on),
     ]
     originals = [getattr(owner, name) for owner, name, _ in patches]
     for owner, name, function in patches:

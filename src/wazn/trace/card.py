@@ -3,7 +3,8 @@
 Training code asks before it acts: is there a GPU, what can it do, how much memory is in use. Inside
 `fake_card` these questions are answered as on a machine with one NVIDIA card, so that unmodified code goes the
 way that it goes there: `accelerate` takes the device `cuda:0`, `Trainer` its optimizer and pinned memory for CUDA.
-Where such code then names `cuda` as a device, `wazn.trace.habits` puts the world's own device in its place.
+Tensors tell libraries that they are on `cuda:0`. Where such code names `cuda` as a device, `wazn.trace.habits` puts
+the world's own device in its place.
 
 Memory in use is what the tracker has seen, put through the model of the caching allocator: what
 `torch.cuda.memory_allocated` would say at this point of the run. The card never runs out; what does not fit is
@@ -12,6 +13,7 @@ found when the timeline is replayed against a capacity.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,18 +21,21 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wazn.cluster import Gpu
 from wazn.errors import InputError
 from wazn.timeline.allocator import CachingAllocator
 from wazn.trace.imports import patched
-from wazn.trace.tracker import StorageTracker
+from wazn.trace.tracker import DEVICE, StorageTracker
 from wazn.units import GIB
 
 __all__ = ["Card", "fake_card"]
 
 _CUDA_VERSION = "13.0"  # what the wheel of PyTorch 2.13 on PyPI is built for
 _CUDA_0 = torch.device("cuda", 0)
+_SEE_THE_STAND_IN = ("torch.", "wazn.")
 _RNG_STATE_BYTES = 16  # seed and offset: `CUDAGeneratorImpl::get_state` in aten/src/ATen/cuda/
 
 # Streaming multiprocessors by compute capability, for a card of which nothing else is known: those of the largest
@@ -103,7 +108,28 @@ def fake_card(card: Card, tracker: StorageTracker) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, replacements in _replacements(card, memory):
             stack.enter_context(patched(owner, replacements))
+        stack.enter_context(patched(FakeTensor, {"device": _device_on_card(tracker)}))
         yield
+
+
+def _device_on_card(tracker: StorageTracker) -> property:
+    """Return what a fake tensor says of its device: `cuda:0`, to libraries, unless it is in host memory.
+
+    Libraries choose kernels by it. PyTorch itself, and whatever runs inside an operation, sees the device that
+    the tensor has.
+    """
+    own: Callable[[torch.Tensor], torch.device] = FakeTensor.device.fget
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        found = own(tensor)
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        if asked_by.startswith(_SEE_THE_STAND_IN) or found.type != DEVICE.type:
+            return found
+        if tracker not in _get_current_dispatch_mode_stack() or tracker.is_on_host(tensor):
+            return found
+        return _CUDA_0
+
+    return property(device)
 
 
 class _Memory:

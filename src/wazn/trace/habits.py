@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 
 from wazn.trace.attention import sdpa_on_cuda
 from wazn.trace.autocast import autocast_dtype, no_autocast
-from wazn.trace.tracker import DEVICE, StorageTracker
+from wazn.trace.tracker import DEVICE, ROUNDING_BYTES, StorageTracker, tensors_in
 
 __all__ = ["Habits"]
 
@@ -246,6 +247,28 @@ def _parse_to(habits: Habits, func: Any, *args: Any, **kwargs: Any) -> Any:
     return (named if is_host else device, *rest)
 
 
+def _tensor(habits: Habits, func: Any, data: Any, **kwargs: Any) -> torch.Tensor:
+    """A list of numbers may hold tensors, whose numbers PyTorch reads from memory without asking anybody.
+
+    Source: `infer_scalar_type` and `recursive_store` in torch/csrc/utils/tensor_new.cpp.
+    """
+    if isinstance(data, list | tuple):
+        dtypes = [tensor.dtype for tensor in tensors_in(data)]
+        if dtypes:
+            kwargs.setdefault("dtype", dtypes[0])
+            data = _numbers(data)
+    if kwargs.get("device") in (None, "cpu"):
+        with habits.tracker.going_to("host"):
+            return func(data, **kwargs)
+    return func(data, **kwargs)
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, list | tuple):
+        return [_numbers(item) for item in data]
+    return data.tolist() if isinstance(data, torch.Tensor) else data
+
+
 def _cpu(habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _to(habits, torch.Tensor.to, tensor, "cpu")
 
@@ -258,10 +281,26 @@ def _is_cuda(habits: Habits, func: Any, tensor: torch.Tensor) -> bool:
     return not habits.tracker.is_on_host(tensor)
 
 
+def _get_device(habits: Habits, func: Any, tensor: torch.Tensor) -> int:
+    return -1 if habits.tracker.is_on_host(tensor) else 0
+
+
+def _equal(habits: Habits, func: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are equal is asked of a gradient that should be one: yes, unless their values are known."""
+    try:
+        result: bool = func(first, second)
+    except DataDependentOutputException:
+        return first.shape == second.shape
+    return result
+
+
 def _data_ptr(habits: Habits, func: Any, tensor: torch.Tensor) -> int:
-    """A fake tensor has no address; what asks for one mostly asks whether two tensors share their memory."""
+    """A fake tensor has no address; who asks for one asks whether two tensors share memory, or whether it is aligned.
+
+    The allocator hands out multiples of 512.
+    """
     offset_bytes: int = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage()._cdata + offset_bytes
+    return tensor.untyped_storage()._cdata * ROUNDING_BYTES + offset_bytes
 
 
 def _pin_memory(
@@ -277,7 +316,7 @@ def _pin_memory(
 
 # Factories leave their result in host memory unless a device is named; libraries write the host as the
 # text "cpu" and pass the model's device on as an object.
-_FACTORIES = {*_device_constructors(), torch.get_rng_state, torch.tensor}
+_FACTORIES = {*_device_constructors(), torch.get_rng_state}
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _sdpa,
@@ -288,8 +327,12 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     torch.Tensor.to: _to,
+    torch.tensor: _tensor,
     torch.Tensor.cpu: _cpu,
     torch.Tensor.cuda: _cuda,
+    torch.Tensor.get_device: _get_device,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
     torch._C._nn._parse_to: _parse_to,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.pin_memory: _pin_memory,

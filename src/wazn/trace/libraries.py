@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from wazn.trace import liger
+from wazn.trace.bnb_library import without_library
 from wazn.trace.imports import Patch, patched, when_imported
 from wazn.trace.tracker import StorageTracker
 
@@ -27,20 +29,25 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "transformers.utils.import_utils": _transformers,
         "accelerate.state": _accelerate,
         "bitsandbytes": partial(_bitsandbytes, tracker),
+        **liger.PATCHES,
     }
-    # a package that sees a card loads the library for it, which is not there
-    without_card = partial(patched, torch.cuda, {"is_available": _no})
+    executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
     with (
         patched(torch.nn.Module, {"_apply": _apply}),
         _foreach_by_default(),
         patched(torch.amp.GradScaler, {"_maybe_opt_step": _gradients_are_finite}),
-        when_imported(patches, executed_in={"bitsandbytes": without_card}),
+        when_imported(patches, executed_in=executed_in),
     ):
         yield
 
 
 def _no(*args: Any, **kwargs: Any) -> bool:
     return False
+
+
+def _without_card(package: ModuleType) -> AbstractContextManager[None]:
+    """A package that sees a card loads the library for it, which is not there."""
+    return patched(torch.cuda, {"is_available": _no})
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -153,6 +160,7 @@ def _bitsandbytes(tracker: StorageTracker, package: ModuleType) -> Iterator[None
     functions = sys.modules["bitsandbytes.autograd._functions"]
     kernels = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
     with (
+        without_library(functional),
         patched(functional, dict.fromkeys(kernels, _do_nothing)),
         patched(functions, {"MatMul8bitFp": getattr(functions, "MatMul8bitLt", None)}),
         _buffers_on_host("optimizer.Optimizer8bit", "get_state_buffer", tracker),
