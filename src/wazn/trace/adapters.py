@@ -85,7 +85,8 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
 
     lora = lora_config(model, recipe)
     try:
-        wrapped = get_peft_model(model, lora)
+        with torch.device("meta"):
+            wrapped = get_peft_model(model, lora)
     except ValueError as error:  # it says which names it did not find
         raise InputError(f"`--targets`: peft refuses: {_first_sentence(error)}") from None
     wanted = recipe.precision.adapter_dtype
