@@ -12,7 +12,15 @@ from wazn.timeline.events import Category, Phase
 from wazn.trace.rehearsal import LOSS
 from wazn.trace.tracker import StorageTracker
 
-__all__ = ["base_of", "head_of", "mark_loss", "name_gradients", "name_model", "name_states"]
+__all__ = [
+    "base_of",
+    "head_of",
+    "mark_loss",
+    "name_gradients",
+    "name_model",
+    "name_states",
+    "owner_of",
+]
 
 
 def base_of(model: Any) -> Any:

@@ -72,10 +72,13 @@ class Places:
         self._files: dict[CodeType, str] = {}  # "" for code that is passed over
         self._places: dict[tuple[str, str, int], Place] = {}
 
-    def of_model(self, model: Any) -> None:
-        """Take the names of a model's modules; wrappers of peft are left out of them."""
+    def of_model(self, model: Any, *, under: str = "") -> None:
+        """Take the names of a model's modules; wrappers of peft are left out of them.
+
+        under: goes before them, with its dot, where the model is not the only one.
+        """
         for name, module in model.named_modules():
-            self._names[id(module)] = unwrapped(name)
+            self._names[id(module)] = under + unwrapped(name)
 
     @property
     def num_modules(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Loop", "Reference", "Script", "Task"]
+from wazn.recipe import Recipe
+
+__all__ = ["Loop", "Reference", "Script", "Task", "needs_reference"]
 
 
 class Loop(StrEnum):
@@ -94,3 +96,17 @@ class Script:
     num_generations: int = 8
     reference: Reference = Reference.DEFAULT
     reserved_bytes: int = 0
+
+
+def needs_reference(recipe: Recipe, script: Script) -> bool:
+    """Say whether a second model stands beside the trained one. Without adapters nothing else can be the reference.
+
+    Source: trl/trainer/dpo_trainer.py and grpo_trainer.py, "Reference model".
+    """
+    if script.loop is Loop.DPO:
+        return script.reference is Reference.MODEL or (
+            script.reference is Reference.DEFAULT and recipe.adapter is None
+        )
+    return (
+        script.loop is Loop.GRPO and script.reference is Reference.MODEL and recipe.adapter is None
+    )

@@ -7,12 +7,13 @@ real `Trainer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from wazn.errors import Unsupported
-from wazn.recipe import Checkpointing, Loss, Method, Recipe
+from wazn.recipe import Checkpointing, Loss, Recipe
 from wazn.timeline.events import Phase
-from wazn.trace.adapters import make_trainable
+from wazn.trace.adapters import make_base, make_trainable
 from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.loop import PlainLoop
@@ -24,7 +25,7 @@ from wazn.trace.quantized import give_quant_states
 from wazn.trace.refusals import refusals
 from wazn.trace.rehearsal import Rehearsal
 from wazn.trace.sandbox import sandbox
-from wazn.trace.script import Loop, Script
+from wazn.trace.script import Loop, Script, Task, needs_reference
 from wazn.trace.tracker import StorageTracker, tensors_in
 from wazn.trace.world import World
 
@@ -61,11 +62,19 @@ def _rehearse(
     adapt: Callable[[Any, Recipe], Any],
     progress: Callable[[float], None] | None,
 ) -> Rehearsal:
+    if script.loop is Loop.REWARD:  # one number for a sequence
+        config = {**config, "num_labels": 1}
+        script = replace(script, task=Task.SEQUENCE_CLASSIFICATION)
+    if script.loop not in (Loop.PLAIN, Loop.TRAINER) and adapt is make_trainable:
+        adapt = make_base  # TRL adds adapters itself
     with flash_attn_stand_in():
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = adapt(model, recipe)
         _switch_on_training(model, recipe, script)
+        reference = None
+        if needs_reference(recipe, script):
+            reference = make_base(build_model(config, recipe, script), recipe).requires_grad_(False)
     world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
     events = world.tracker.events
     places = world.tracker.places = Places(clock=lambda: len(events))
@@ -85,7 +94,9 @@ def _rehearse(
             loop = PlainLoop(tracker, model, optimizer, recipe, script)
             loop.run()  # and it holds the last batches and norms on to the end, as Trainer does
         else:
-            model, optimizer = _train(tracker, model, recipe, script, config)
+            if reference is not None:
+                world.materialise(reference)
+            model, optimizer = _train(tracker, model, recipe, script, reference)
         states = [tensor for tensor in tensors_in(list(optimizer.state.values())) if tensor.dim()]
         return Rehearsal(
             events=tuple(tracker.events),
@@ -99,7 +110,7 @@ def _rehearse(
 
 
 def _train(
-    tracker: StorageTracker, model: Any, recipe: Recipe, script: Script, config: Mapping[str, Any]
+    tracker: StorageTracker, model: Any, recipe: Recipe, script: Script, reference: Any
 ) -> tuple[Any, Any]:
     """Run a library's loop; return what it trained, with adapters where it adds them, and its optimizer."""
     if script.loop is Loop.TRAINER:
@@ -109,7 +120,7 @@ def _train(
     else:
         from wazn.trace.preference import train_with_trl
 
-        trainer = train_with_trl(tracker, model, recipe, script, config)
+        trainer = train_with_trl(tracker, model, recipe, script, reference)
     return trainer.model, trainer.optimizer
 
 
@@ -118,7 +129,7 @@ def _switch_on_training(model: Any, recipe: Recipe, script: Script) -> None:
     model.train()
     if script.loop is Loop.PLAIN:
         switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
-    if recipe.inputs_require_grad and recipe.method not in (Method.FULL, Method.FREEZE):
+    if recipe.inputs_require_grad and hasattr(model, "get_base_model"):
         model.enable_input_require_grads()
 
 
