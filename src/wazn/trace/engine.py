@@ -47,6 +47,8 @@ class Engine:
             return _nonzero(args[0])
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_mm(*args, **kwargs)
+        if func is torch.ops.aten.histc.default and not args[0].dtype.is_floating_point:
+            return _integers_histc(*args, **kwargs)
         in_place = _IN_PLACE.get(func)
         if in_place is not None and _fills_zeros_in_place(previous):
             in_place(*args, **kwargs)
@@ -133,6 +135,14 @@ def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     numel = tensor.numel()
     slices = max(1, tensor.untyped_storage().nbytes() // tensor.element_size() // max(1, numel))
     return torch.empty((ceil_div(numel, slices), tensor.dim()), dtype=torch.int64, device=DEVICE)
+
+
+def _integers_histc(tensor: torch.Tensor, bins: int = 100, *_: Any, **__: Any) -> torch.Tensor:
+    """Count integers, which CUDA does and the CPU does not; the counts are of their type.
+
+    Source: `_histc_cuda_template` in aten/src/ATen/native/cuda/SummaryOps.cu.
+    """
+    return torch.empty((bins,), dtype=tensor.dtype, device=DEVICE)
 
 
 def _grouped_mm(

@@ -14,6 +14,7 @@ import torch
 
 from wazn.recipe import Recipe
 from wazn.timeline.events import Category, Phase
+from wazn.trace.images import image_batch, sees_images
 from wazn.trace.marks import base_of, name_states
 from wazn.trace.script import Script
 from wazn.trace.tracker import DEVICE, StorageTracker
@@ -69,16 +70,34 @@ class PlainLoop:
         self.optimizer.zero_grad(set_to_none=self.recipe.zero_grad_set_to_none)
 
     def _fetch(self) -> tuple[list[dict[str, Any]], Any]:
-        shape = (self.recipe.micro_batch, self.recipe.seq_len)
-        names = ["input_ids", "labels"] + ["attention_mask"] * self.script.attention_mask
-        batches = [
-            {name: torch.empty(shape, dtype=torch.int64, device=DEVICE) for name in names}
-            for _ in range(self.recipe.grad_accum)
-        ]
+        batches = [self._batch() for _ in range(self.recipe.grad_accum)]
         self.tracker.name(batches, Category.INPUTS)
         if not (self.script.num_items and self._takes_num_items()):
             return batches, None
         return batches, sum((batch["labels"] != -100).sum() for batch in batches)
+
+    def _batch(self) -> dict[str, Any]:
+        base, recipe = base_of(self.model), self.recipe
+        if sees_images(base):
+            return image_batch(
+                base,
+                micro_batch=recipe.micro_batch,
+                seq_len=recipe.seq_len,
+                num_images=self.script.num_images,
+                image_size=self.script.image_size,
+                device=DEVICE,
+            )
+        shape = (recipe.micro_batch, recipe.seq_len)
+        names = ["input_ids", "labels"] + ["attention_mask"] * self.script.attention_mask
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, shape)
+        if type(base).__name__.endswith("ForSequenceClassification"):
+            shapes["labels"] = shape[:1]
+        elif base.config.is_encoder_decoder and self.script.target_len is not None:
+            shapes["labels"] = (recipe.micro_batch, self.script.target_len)
+        return {
+            name: torch.empty(shape, dtype=torch.int64, device=DEVICE)
+            for name, shape in shapes.items()
+        }
 
     def _takes_num_items(self) -> bool:
         """Say whether the model hands unknown arguments on to its loss, as `Trainer` finds out since 4.46."""
