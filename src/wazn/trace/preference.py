@@ -135,16 +135,22 @@ def _dpo(
                 "rejected": f" {_text(max(1, length - prompt - 1))}",
             }
         )
-    return _made(
-        _with_constant_reference(trl.DPOTrainer) if precomputed else trl.DPOTrainer,
-        model,
-        recipe,
-        script,
-        tracker,
-        args=arguments,
-        train_dataset=_dataset(rows, recipe, script),
-        ref_model=reference,
-    )
+    module = sys.modules[trl.DPOTrainer.__module__]
+    with patched(module, {"hash_module": _no_hash}):  # of weights, which are fake
+        return _made(
+            _with_constant_reference(trl.DPOTrainer) if precomputed else trl.DPOTrainer,
+            model,
+            recipe,
+            script,
+            tracker,
+            args=arguments,
+            train_dataset=_dataset(rows, recipe, script),
+            ref_model=reference,
+        )
+
+
+def _no_hash(model: Any) -> str:
+    return ""
 
 
 def _reward(
@@ -300,12 +306,10 @@ def _with_constant_reference(trainer_class: Any) -> Any:
 
     Every batch is alike, and its log-probabilities cannot be written to a data set without data.
     """
-    import trl.trainer.dpo_trainer as module
-
     if not hasattr(trainer_class, "_precompute_ref_logps"):
         raise Unsupported("precomputed references need a newer TRL", hint="`pip install -U trl`")
 
-    class Trainer(trainer_class):  # type: ignore[misc]
+    class Trainer(trainer_class):  # type: ignore[misc, unused-ignore]
         def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
             loader = DataLoader(dataset, batch_size, collate_fn=self.data_collator)
             self.compute_ref_log_probs(self.model, next(iter(self.accelerator.prepare(loader))))
@@ -313,5 +317,4 @@ def _with_constant_reference(trainer_class: Any) -> Any:
                 dataset = dataset.add_column(column, [0.0] * len(dataset))
             return dataset
 
-    module.hash_module = lambda model: ""
     return Trainer

@@ -97,13 +97,24 @@ def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:
     """Yield the name, the shape (outputs, inputs) and whether there is a bias, of every layer to replace."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
+    kept = _kept(model)
     for name, module in list(model.named_modules()):
-        if module is not head and type(module) in (torch.nn.Linear, Conv1D):
+        is_kept = any(name == path or f"{path}." in name for path in kept)
+        if not is_kept and type(module) in (torch.nn.Linear, Conv1D):
             first, second = module.weight.shape
             is_transposed = type(module) is Conv1D
             shape = (second, first) if is_transposed else (first, second)
             yield name, shape, module.bias is not None
+
+
+def _kept(model: Any) -> list[str]:
+    """Return the modules that transformers does not replace: the output head, the last one, what is tied."""
+    try:
+        from transformers.quantizers.base import get_keys_to_not_convert
+    except ImportError:  # before 5.0
+        from transformers.integrations.bitsandbytes import get_keys_to_not_convert
+    kept: list[str] = get_keys_to_not_convert(model)
+    return kept
 
 
 def quantised_linears(model: Any) -> list[Any]:
