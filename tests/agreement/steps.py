@@ -19,6 +19,7 @@ from wazn.recipe import (
     Checkpointing,
     KbitPreparation,
     Method,
+    Optimizer,
     Precision,
     Quantization,
     QuantizationFormat,
@@ -58,6 +59,7 @@ class Case:
     dora: bool = False
     dropout: float = 0.0
     attention: str = "sdpa"
+    optimizer: str = "adamw"
     saved: tuple[str, ...] = ()  # modules that are trained whole beside the adapters
     changes: tuple[tuple[str, Any], ...] = ()  # of the configuration
 
@@ -106,6 +108,7 @@ class Case:
             seq_len=self.seq_len,
             checkpointing=CHECKPOINTING[self.checkpointing],
             attention=Attention(self.attention),
+            optimizer=Optimizer(self.optimizer),
             inputs_require_grad=self.method != "full" and self.checkpointing != "none",
         )
 

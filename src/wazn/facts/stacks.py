@@ -153,6 +153,14 @@ class Habits:
         return not self.contiguous_qkv if self.minor < (4, 56) else self.repeat_kv
 
     @property
+    def caches_under_checkpointing(self) -> bool:
+        """Whether checkpointing leaves the cache on: GPT-BigCode has no switch for that up to 4.52.
+
+        Source: models/gpt_bigcode/modeling_gpt_bigcode.py:889-914@4.52; :763-767@4.53 has it.
+        """
+        return self.family == "gpt_bigcode" and self.minor <= (4, 52)
+
+    @property
     def cache_copies(self) -> bool:
         """Whether the cache object makes new keys and values, which attention then uses: in 4.56 and 4.57."""
         return self.kv_cache is KvCache.OBJECT and (4, 56) <= self.minor <= (4, 57)

@@ -13,6 +13,7 @@ from wazn.facts.stacks import Habits
 from wazn.recipe import Attention
 from wazn.simulate.ops import cat
 from wazn.simulate.tape import Tape, Tensor
+from wazn.timeline.events import Phase
 
 __all__ = ["Context"]
 
@@ -120,10 +121,18 @@ class Context:
 
         A cache that copies joins them to empty tensors of the keys' type: new ones, contiguous as [B, g, S, d].
         """
-        if self.cache is None:
-            return key, value
+        if self.cache is None or self.tape.phase is Phase.BACKWARD:
+            return key, value  # what runs again in backward hands its cache to nobody
         if self.cache_copies:
             empty = Tensor(None, 0, key.dtype)
             key, value = cat(self.tape, (empty, key)), cat(self.tape, (empty, value))
         self.cache.append((self.tape.layer, key, value))
         return key, value
+
+    def handed_over(self) -> list[tuple[int | None, Tensor, Tensor]] | None:
+        """Return the cache, now the model's outputs' alone: checkpointed calls keep this context."""
+        if self.cache is None:
+            return None
+        cache = list(self.cache)
+        self.cache.clear()
+        return cache

@@ -273,8 +273,8 @@ class _Run:
     def _forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, list[object]]:
         """Return the loss, and what the model's outputs hold beside it."""
         tape, recipe, habits = self.tape, self.recipe, self.setup.habits
-        keeps_cache = (
-            habits.kv_cache is not KvCache.NONE and recipe.checkpointing is Checkpointing.NONE
+        keeps_cache = habits.kv_cache is not KvCache.NONE and (
+            recipe.checkpointing is Checkpointing.NONE or habits.caches_under_checkpointing
         )
         context = Context(
             tape=tape,
@@ -300,7 +300,8 @@ class _Run:
                 micro_batch=recipe.micro_batch,
             )
             del hidden
-            return loss, held_outputs(tape, logits, context.cache, habits)
+            cache = context.handed_over()
+            return loss, held_outputs(tape, logits, cache, habits)
 
     def _clip(self) -> None:
         clip_gradients(self.tape, self.model.parameters, self.recipe)
