@@ -65,7 +65,8 @@ def name_gradients(tracker: StorageTracker, model: Any) -> None:
 
 
 def name_states(tracker: StorageTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Name what the optimizer keeps."""
+    """Name what the optimizer keeps, and what has taken the place of weights (4-bit layers cast their biases)."""
+    name_model(tracker, model, [])
     owners = {id(parameter): owner_of(name) for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         tracker.name(state, Category.OPTIMIZER_STATES, owners.get(id(parameter), ""))
