@@ -244,6 +244,23 @@ class _Event:
         return 1.0
 
 
+class _IsGenerator(type):
+    """Answers `isinstance` for the class that stands for `torch.Generator`."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _OWN_GENERATOR)
+
+
+class _Generator(metaclass=_IsGenerator):
+    """A generator of random numbers for any device; its state is on the host, as that of a card's is."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _OWN_GENERATOR("cpu")
+
+
+_OWN_GENERATOR = torch.Generator
+
+
 def _answers(value: Any) -> Callable[..., Any]:
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -349,6 +366,7 @@ def _replacements(card: Card, memory: _Memory) -> list[tuple[Any, dict[str, Any]
         **levels,
     }
     return [
+        (torch, {"Generator": _Generator}),
         (torch.version, {"cuda": _CUDA_VERSION}),
         (torch.cuda, {**of_cuda, **of_memory, **of_random}),
         (torch.cuda.memory, of_memory),

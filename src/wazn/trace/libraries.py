@@ -29,6 +29,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "transformers.utils.import_utils": _transformers,
         "accelerate.state": _accelerate,
         "bitsandbytes": partial(_bitsandbytes, tracker),
+        "torchao.optim.adam": _torchao,
         **liger.PATCHES,
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
@@ -36,6 +37,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         patched(torch.nn.Module, {"_apply": _apply}),
         _foreach_by_default(),
         patched(torch.amp.GradScaler, {"_maybe_opt_step": _gradients_are_finite}),
+        torch.compiler.set_stance("force_eager"),  # compilers need data
         when_imported(patches, executed_in=executed_in),
     ):
         yield
@@ -170,6 +172,11 @@ def _bitsandbytes(tracker: StorageTracker, package: ModuleType) -> Iterator[None
         ),
     ):
         yield
+
+
+def _torchao(adam: ModuleType) -> AbstractContextManager[None]:
+    """Its update is compiled into one kernel per parameter, which holds nothing beside the states."""
+    return patched(adam, {"single_param_adam": _do_nothing})
 
 
 _SMALLEST_PAGED = 100_000  # elements: `get_state_buffer` in bitsandbytes/optim/optimizer.py
