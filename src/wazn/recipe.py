@@ -121,6 +121,8 @@ class Quantization:
     block_size: elements per scale; the scales of `double_quant` are quantised again in blocks of 256.
     experts: whether the experts of a mixture are quantised: not where they are fused 3-D parameters (transformers 5).
     keeps_input: a 4-bit linear keeps its input until the loss dies, not until its backward (bitsandbytes < 0.43.2).
+    computes_in_input_dtype: a 4-bit linear computes in the type of its input, not in that of autocast (< 0.47).
+    fused_product: the product with a 4-bit weight is one operator (0.50 and newer), not dequantisation and linear.
     """
 
     format: QuantizationFormat
@@ -129,6 +131,8 @@ class Quantization:
     experts: bool
     block_size: int = 64
     keeps_input: bool = False
+    computes_in_input_dtype: bool = False
+    fused_product: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

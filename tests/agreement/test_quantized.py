@@ -98,6 +98,7 @@ def tape_4bit(tape: Tape, *, double_quant: bool, bias: bool) -> Linear4bitModule
         weight,
         b if bias else None,
         quantization_state(tape, spec, quantization),
+        quantization,
         compute_dtype=BFLOAT16,
         dense_dtype=BFLOAT16,
     )

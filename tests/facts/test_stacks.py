@@ -172,6 +172,8 @@ def test_mistral_at_448() -> None:
         fused_experts=False,
         adapters_fp32=True,
         keeps_quantized_input=False,
+        computes_in_input_dtype=True,
+        fused_4bit_product=False,
     )
 
 

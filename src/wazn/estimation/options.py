@@ -332,6 +332,8 @@ class _Resolver:
             ),
             experts=not self.habits.fused_experts,
             keeps_input=four_bits and self.habits.keeps_quantized_input,
+            computes_in_input_dtype=four_bits and self.habits.computes_in_input_dtype,
+            fused_product=four_bits and self.habits.fused_4bit_product,
         )
 
     def precision(self, method: Method) -> Precision:

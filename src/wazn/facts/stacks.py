@@ -135,6 +135,8 @@ class Habits:
     # PEFT and bitsandbytes
     adapters_fp32: bool
     keeps_quantized_input: bool
+    computes_in_input_dtype: bool
+    fused_4bit_product: bool
 
     @property
     def minor(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from wazn.model.spec import (
     Norm,
     NormKind,
 )
-from wazn.recipe import KbitPreparation, QuantizationFormat, Recipe
+from wazn.recipe import KbitPreparation, Quantization, QuantizationFormat, Recipe
 from wazn.simulate.attention import Attended, AttentionModule
 from wazn.simulate.attention_older import OLDER_ATTENTION
 from wazn.simulate.attention_own import OWN_ATTENTION
@@ -232,16 +232,28 @@ class _Store:
         linear = quantised.get(owner)
         numel, shape = item.num_elements, item.shape
         if self.quantization is not None and linear is not None:
-            dtype = compute_dtype(self.recipe)  # of a bias, from the first forward pass on
+            dtype = self._bias_dtype(self.quantization)
             if kind == "weight":
                 is_int8 = self.quantization.format is QuantizationFormat.INT8
                 numel, dtype = (numel, INT8) if is_int8 else (-(-numel // 2), UINT8)
                 shape = (numel, 1)
         weights.parameters[item.name] = self.tape.parameter(
-            name=item.name, numel=numel, dtype=dtype, requires_grad=requires_grad, shape=shape
+            name=item.name,
+            numel=numel,
+            dtype=dtype,
+            requires_grad=requires_grad,
+            shape=shape,
+            in_embedding=item.group in (Group.EMBEDDING, Group.POSITION),
         )
         if self.quantization is not None and linear is not None and kind == "weight":
             weights.states[owner] = quantization_state(self.tape, linear, self.quantization)
+
+    def _bias_dtype(self, quantization: Quantization) -> Dtype:
+        """Return the type of a quantised linear's bias, from the first forward pass on: that of the product."""
+        prepared = self.preparation is not KbitPreparation.NONE
+        if quantization.computes_in_input_dtype and prepared:
+            return FLOAT32  # as what comes out of the norms
+        return compute_dtype(self.recipe)
 
     def adapters(self, layer: LayerSpec, targets: frozenset[str]) -> dict[str, Parameter]:
         """Return A, B and DoRA's magnitudes of what is adapted in a layer."""
@@ -309,6 +321,7 @@ class _Store:
                     dtype=own.dtype,
                     requires_grad=True,
                     category=Category.ADAPTER_WEIGHTS,
+                    in_embedding=name == spec.embedding.name,
                 )
                 break
             else:
@@ -525,9 +538,9 @@ def _base(spec: Linear, weights: Weights, recipe: Recipe) -> DenseModule:
         weight,
         bias,
         state,
+        recipe.quantization,
         compute_dtype=compute_dtype(recipe),
         dense_dtype=recipe.precision.weight_dtype,
-        keeps_input=recipe.quantization.keeps_input,
     )
 
 

@@ -189,8 +189,10 @@ class Bitsandbytes(_Base):
     """bitsandbytes' blockwise optimizers: kernels without temporaries; `bits` 8 or 32, one or two states.
 
     In 8 bits: a byte per element, an fp32 scale per 256 elements, one table of 256 per state for all tensors; tensors
-    of fewer than 4,096 elements keep fp32 states. Paged: states of 100,000 elements and more are managed memory.
-    Source: bitsandbytes 0.50, optim/optimizer.py, `Optimizer2State.init_state`, `get_state_buffer`.
+    of fewer than 4,096 elements keep fp32 states, and so do embeddings, because Trainer registers them with
+    `GlobalOptimManager`. Paged: states of 100,000 elements and more are managed memory.
+    Source: bitsandbytes 0.50, optim/optimizer.py, `Optimizer2State.init_state`, `get_state_buffer`; transformers,
+    `Trainer.create_optimizer`.
     """
 
     bits = 8
@@ -210,7 +212,7 @@ class Bitsandbytes(_Base):
         self.tape.enter_layer(None)
 
     def _make(self, parameter: Parameter) -> list[Tensor]:
-        in_8_bits = self.bits == 8 and parameter.numel >= 4096
+        in_8_bits = self.bits == 8 and parameter.numel >= 4096 and not parameter.in_embedding
         if in_8_bits and not self.tables:
             self.tape.enter_layer(None)
             self.tables = [self.state(256, FLOAT32, "qmap") for _ in range(self.num_states)]

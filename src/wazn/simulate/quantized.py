@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wazn.dtypes import BOOL, FLOAT16, FLOAT32, INT8, INT32, UINT8, Dtype
+from wazn.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT8, INT32, UINT8, Dtype
 from wazn.model.spec import Linear
 from wazn.recipe import Quantization, QuantizationFormat
 from wazn.simulate.ops import to
@@ -70,10 +70,10 @@ class Linear4bitModule:
     """bitsandbytes.nn.Linear4bit: computes in `compute_dtype`, returns the type of its input, keeps no input for
     backward; before 0.43.2 its node has the input as a plain attribute (`ctx.tensors`), for as long as there is a node.
 
-    keeps_input: whether it is of such a release.
+    quantization: says of which release it is.
     """
 
-    __slots__ = ("bias", "compute_dtype", "dense_dtype", "keeps_input", "spec", "state", "weight")
+    __slots__ = ("bias", "compute_dtype", "dense_dtype", "quantization", "spec", "state", "weight")
 
     def __init__(
         self,
@@ -81,37 +81,39 @@ class Linear4bitModule:
         weight: Parameter,
         bias: Parameter | None,
         state: QuantizationState,
+        quantization: Quantization,
         *,
         compute_dtype: Dtype,
         dense_dtype: Dtype,
-        keeps_input: bool = False,
     ) -> None:
         self.spec = spec
         self.weight = weight
         self.bias = bias
         self.state = state
+        self.quantization = quantization
         self.compute_dtype = compute_dtype
         self.dense_dtype = dense_dtype  # of the weight before it was quantised
-        self.keeps_input = keeps_input
 
     def __call__(self, tape: Tape, x: Tensor) -> Tensor:
         """x: [..., in_features]; returns [..., out_features]."""
         tape.label = self.spec.name
         dtype = x.dtype
-        x = to(tape, x, self.compute_dtype)
-        bias = None if self.bias is None else to(tape, self.bias, self.compute_dtype)
+        compute_dtype = self.compute_dtype
+        if self.quantization.computes_in_input_dtype and dtype in (FLOAT32, BFLOAT16):
+            compute_dtype = dtype
+        x = to(tape, x, compute_dtype)
+        bias = None if self.bias is None else to(tape, self.bias, compute_dtype)
         return to(tape, self._matmul(tape, x, bias), dtype)
 
     def _matmul(self, tape: Tape, x: Tensor, bias: Tensor | None) -> Tensor:
         """MatMul4Bit: the weight is dequantised for the product, and again in backward."""
-        spec, numel_x = self.spec, x.numel
-        rows = numel_x // spec.in_features
-        held: tuple[Tensor, ...] = ()
-        if rows > LARGEST_FUSED_ROWS:  # below, a kernel may read the packed weight itself
-            held = self._dequantise_for_product(tape, x.dtype)
-        out = tape.new(rows * spec.out_features, x.dtype)
-        del held
-        if self.keeps_input and x.requires_grad:
+        numel_x = x.numel
+        out = (
+            self._fused_product(tape, x)
+            if self.quantization.fused_product
+            else self._linear(tape, x, bias)
+        )
+        if self.quantization.keeps_input and x.requires_grad:
             tape.hold(x)
 
         def backward(gradient: Tensor) -> tuple[Tensor, None]:
@@ -124,6 +126,31 @@ class Linear4bitModule:
 
         inputs = (x,) if bias is None else (x, bias)
         return tape.record(out, inputs, (), backward)
+
+    def _fused_product(self, tape: Tape, x: Tensor) -> Tensor:
+        """bitsandbytes::gemm_4bit."""
+        rows = x.numel // self.spec.in_features
+        held: tuple[Tensor, ...] = ()
+        if rows > LARGEST_FUSED_ROWS:  # below, a kernel may read the packed weight itself
+            held = self._dequantise_for_product(tape, x.dtype)
+        out = tape.new(rows * self.spec.out_features, x.dtype)
+        del held
+        return out
+
+    def _linear(self, tape: Tape, x: Tensor, bias: Tensor | None) -> Tensor:
+        """linear(A, dequantize_4bit(B).to(A.dtype).t(), bias); autocast casts the last argument first."""
+        dense = self.dense_weight(tape)
+        weight = to(tape, dense, x.dtype)
+        del dense
+        dtype = tape.autocast_dtype or x.dtype
+        casts = [
+            to(tape, argument.detach(), dtype)
+            for argument in (bias, weight, x)
+            if argument is not None
+        ]
+        out = tape.new(x.numel // self.spec.in_features * self.spec.out_features, dtype)
+        del casts
+        return out
 
     def _dequantise_for_product(self, tape: Tape, dtype: Dtype) -> tuple[Tensor, ...]:
         """_dequant_linear_fallback of the CUDA backend."""

@@ -140,6 +140,7 @@ class Tape:
         category: Category = Category.WEIGHTS,
         storage_bytes: int | None = None,
         shape: tuple[int, ...] = (),
+        in_embedding: bool = False,
     ) -> Parameter:
         """Allocate a leaf in the current layer; `storage_bytes` where it is not stored in its type (4 bits)."""
         num_bytes = numel * dtype.itemsize if storage_bytes is None else storage_bytes
@@ -152,6 +153,7 @@ class Tape:
             layer=self.layer,
             requires_grad=requires_grad,
             shape=shape,
+            in_embedding=in_embedding,
         )
 
     def leaf(self, x: Tensor) -> Parameter:

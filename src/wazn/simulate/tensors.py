@@ -92,9 +92,10 @@ class Parameter(Tensor):
     """A leaf. `layer` is the index of its layer, or None outside the layers; `shape` is the weight's in PyTorch.
 
     is_weight: else it is an activation that requires a gradient of its own (`Tape.leaf`).
+    in_embedding: the weight of an `nn.Embedding`, which 8-bit optimizers keep in 32 bits.
     """
 
-    __slots__ = ("accumulator", "grad", "is_weight", "layer", "name", "shape")
+    __slots__ = ("accumulator", "grad", "in_embedding", "is_weight", "layer", "name", "shape")
 
     def __init__(
         self,
@@ -107,11 +108,13 @@ class Parameter(Tensor):
         requires_grad: bool,
         shape: tuple[int, ...] = (),
         is_weight: bool = True,
+        in_embedding: bool = False,
     ) -> None:
         super().__init__(storage, numel, dtype, requires_grad)
         self.name = name
         self.layer = layer
         self.shape = shape
         self.is_weight = is_weight
+        self.in_embedding = in_embedding
         self.grad: Tensor | None = None
         self.accumulator: Node | None = None
