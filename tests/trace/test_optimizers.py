@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wazn.errors import InputError
-from wazn.trace.optimizers import OPTIMIZERS, make_optimizer
+from wazn.trace.optimizers import OPTIMIZERS, make_optimizer, overrides_forgotten
 from wazn.trace.tracker import DEVICE
 from wazn.trace.world import World
 
@@ -104,9 +104,25 @@ def test_adafactor_keeps_rows_and_columns() -> None:
     assert sum(states) < 4 * (300 + 512 + 32 + 64 + 512) + 100
 
 
-def test_muon_keeps_momentum_of_matrices() -> None:
-    """One state per matrix, in the weights' type; vectors are not its business."""
-    assert sorted(first_step("muon")[0]) == sorted([2 * MATRIX, 2 * SMALL])
+def test_muon_keeps_momentum_of_matrices_and_adamw_has_the_rest() -> None:
+    """One state per matrix, in the weights' type, and AdamW's two for the vector."""
+    states = [2 * MATRIX, 2 * SMALL, 2 * VECTOR, 2 * VECTOR]
+    assert sorted(first_step("muon")[0]) == sorted(states)
+
+
+def test_8bit_optimizers_keep_embeddings_in_32_bits() -> None:
+    """`Trainer.create_optimizer` registers them with bitsandbytes' GlobalOptimManager, which is then forgotten."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 64, device="meta"))
+    with overrides_forgotten(), World() as world:
+        world.materialise(model)
+        model[0].weight.grad = torch.empty_like(model[0].weight)
+        optimizer = make_optimizer("adamw-8bit", model, world.tracker)
+        optimizer.step()
+        states = [block.num_bytes for block in world.tracker.alive()]
+    assert states.count(100 * 64 * 4) == 2 + 2  # weight and gradient in fp32, and two states
+    assert GlobalOptimManager.get_instance().pid2config == {}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -8,7 +8,9 @@ memory here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from wazn.errors import InputError
 from wazn.trace.tracker import StorageTracker
 
-__all__ = ["OPTIMIZERS", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "make_optimizer", "overrides_forgotten"]
 
 _LEARNING_RATE = 1e-5
 _SMALLEST_PAGED = (
@@ -34,54 +36,109 @@ def make_optimizer(name: str, model: Any, tracker: StorageTracker) -> torch.opti
             f"optimizer `{name}` cannot be rehearsed",
             hint="take one of " + ", ".join(f"`{known}`" for known in OPTIMIZERS),
         )
-    return OPTIMIZERS[name](_groups(model), tracker)
+    made = OPTIMIZERS[name](model, tracker)
+    if name.endswith("-8bit"):
+        _keep_embeddings_in_32_bits(model)
+    return made
+
+
+def _keep_embeddings_in_32_bits(model: Any) -> None:
+    """As `Trainer.create_optimizer` does."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager = GlobalOptimManager.get_instance()
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+
+@contextmanager
+def overrides_forgotten() -> Iterator[None]:
+    """Let bitsandbytes forget, when the context ends, which parameters have settings of their own.
+
+    It knows them by the address of their Python objects, as long as the process lives: others may have the same.
+    """
+    try:
+        yield
+    finally:
+        if "bitsandbytes" in sys.modules:
+            from bitsandbytes.optim import GlobalOptimManager
+
+            GlobalOptimManager.get_instance().initialize()
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
-    """With weight decay and without, as `Trainer.create_optimizer` makes them."""
+    """Two groups, as `Trainer.create_optimizer` makes them; `TrainingArguments.weight_decay` is 0 by default."""
     from transformers import Trainer
 
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in trainable if name in decayed], "weight_decay": 0.01},
+        {"params": [p for name, p in trainable if name in decayed], "weight_decay": 0.0},
         {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 Groups = list[dict[str, Any]]
-Maker = Callable[[Groups, StorageTracker], torch.optim.Optimizer]
+Maker = Callable[[Any, StorageTracker], torch.optim.Optimizer]
 
 
 def _torch(cls: type[torch.optim.Optimizer], **options: Any) -> Maker:
-    def make(groups: Groups, tracker: StorageTracker) -> torch.optim.Optimizer:
-        return cls(groups, lr=_LEARNING_RATE, **options)
+    def make(model: Any, tracker: StorageTracker) -> torch.optim.Optimizer:
+        return cls(_groups(model), lr=_LEARNING_RATE, **options)
 
     return make
 
 
-def _adafactor(groups: Groups, tracker: StorageTracker) -> torch.optim.Optimizer:
+def _adafactor(model: Any, tracker: StorageTracker) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
     options = {"scale_parameter": False, "relative_step": False}  # as Trainer sets them
-    return Adafactor(groups, lr=_LEARNING_RATE, **options)
+    return Adafactor(_groups(model), lr=_LEARNING_RATE, **options)
 
 
-def _muon(groups: Groups, tracker: StorageTracker) -> torch.optim.Optimizer:
-    """Muon takes matrices only."""
-    matrices = [
-        {**group, "params": [p for p in group["params"] if p.dim() == 2]} for group in groups
-    ]
-    return torch.optim.Muon([group for group in matrices if group["params"]], lr=_LEARNING_RATE)
+class _MuonWithAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for matrices, AdamW for the rest: one optimizer to whoever steps it."""
+
+    def __init__(self, matrices: list[torch.Tensor], rest: list[torch.Tensor]) -> None:
+        self.parts = [
+            cls(parameters, lr=_LEARNING_RATE)
+            for cls, parameters in ((torch.optim.Muon, matrices), (torch.optim.AdamW, rest))
+            if parameters
+        ]
+        super().__init__([*matrices, *rest], {"lr": _LEARNING_RATE})
+
+    def step(self, closure: Any = None) -> None:
+        """Step both; their states are this one's."""
+        for part in self.parts:
+            part.step()
+            self.state.update(part.state)
+
+
+def _muon(model: Any, tracker: StorageTracker) -> torch.optim.Optimizer:
+    """Muon as its paper uses it: not for embeddings, the head, biases and norms."""
+    outer = {id(p) for module in _outer_modules(model) for p in module.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in outer]
+    chosen = {id(p) for p in matrices}
+    return _MuonWithAdamW(matrices, [p for p in trained if id(p) not in chosen])
+
+
+def _outer_modules(model: Any) -> list[torch.nn.Module]:
+    """Return the embeddings and the head."""
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    getter = getattr(model, "get_output_embeddings", None)
+    head = None if getter is None else getter()
+    return embeddings if head is None else [*embeddings, head]
 
 
 def _bitsandbytes(name: str, **options: Any) -> Maker:
-    def make(groups: Groups, tracker: StorageTracker) -> torch.optim.Optimizer:
+    def make(model: Any, tracker: StorageTracker) -> torch.optim.Optimizer:
         import bitsandbytes.optim
 
         made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(
-            groups, lr=_LEARNING_RATE, **options
+            _groups(model), lr=_LEARNING_RATE, **options
         )
         return made
 

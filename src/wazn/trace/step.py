@@ -19,7 +19,7 @@ from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.loop import PlainLoop
 from wazn.trace.marks import head_of, mark_loss, name_gradients, name_model
 from wazn.trace.models import build_model
-from wazn.trace.optimizers import make_optimizer
+from wazn.trace.optimizers import make_optimizer, overrides_forgotten
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.refusals import refusals
@@ -51,7 +51,7 @@ def rehearse(
     Raises: InputError, Unsupported.
     """
     _refuse(recipe)
-    with sandbox(), refusals():
+    with sandbox(), refusals(), overrides_forgotten():
         return _rehearse(config, recipe, script, adapt, progress)
 
 
