@@ -38,9 +38,9 @@ _CUDA_0 = torch.device("cuda", 0)
 _SEE_THE_STAND_IN = ("torch.", "wazn.")
 _RNG_STATE_BYTES = 16  # seed and offset: `CUDAGeneratorImpl::get_state` in aten/src/ATen/cuda/
 
-# Streaming multiprocessors by compute capability, for a card of which nothing else is known: those of the largest
-# card on sale, since kernels that make one row per multiprocessor then hold the most. NVIDIA's data sheets: V100 80,
-# T4 40, A100 108, RTX 3090 82, L40S 142, H100 SXM 132, B200 148, RTX PRO 6000 188.
+# Streaming multiprocessors by compute capability. Of cards of one capability those of the largest, as kernels that
+# make a row per multiprocessor then hold the most. NVIDIA's data sheets: V100 80, T4 40, A100 108, RTX 3090 Ti 84,
+# L40S 142, H100 SXM 132, B200 148, RTX PRO 6000 188.
 _MULTIPROCESSORS = {
     (7, 0): 80,
     (7, 5): 40,
@@ -96,7 +96,7 @@ class Card:
 
 
 def _multiprocessors(capability: tuple[int, int]) -> int:
-    """Return those of the newest known capability that is not newer than this one."""
+    """Return how many a card of this compute capability has; a newer one, as many as the newest known."""
     older = [known for known in _MULTIPROCESSORS if known <= capability]
     return _MULTIPROCESSORS[max(older, default=(7, 0))]
 
@@ -255,6 +255,7 @@ class _Generator(metaclass=_IsGenerator):
     """A generator of random numbers for any device; its state is on the host, as that of a card's is."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
+        del device
         return _OWN_GENERATOR("cpu")
 
 
