@@ -96,6 +96,7 @@ RUNS = [
 # `baseline-peft-bnb`: SFTTrainer of TRL 0.13 prepares the model and puts embeddings and head back to bf16
 TRL = {**QLORA, "kbit_preparation": "trl"}
 PREPARED_BY_TRL = [(57, 4, 20_669_338_112), (59, 8, 37_002_646_016)]
+MIXTRAL_BY_TRL = [(61, 4, 42_794_268_160), (63, 8, 60_545_920_512)]
 LLAMA_70B = Run(row=93, model="meta-llama/Llama-2-70b-hf", micro_batch=4, peak=68_126_381_056,
                 left=37_179_001_856, options=QLORA)  # fmt: skip
 
@@ -121,6 +122,14 @@ def test_preparation_by_trl(row: int, micro_batch: int, peak: int) -> None:
     run = Run(row=row, model=MISTRAL, micro_batch=micro_batch, peak=peak, left=0, options=TRL)
     answer = wazn.estimate(run.model, gpu=GPU, **run.question)
     assert answer.peak.allocated_bytes == pytest.approx(peak, rel=1e-5)
+
+
+@pytest.mark.parametrize(("row", "micro_batch", "peak"), MIXTRAL_BY_TRL)
+def test_experts_prepared_by_trl(row: int, micro_batch: int, peak: int) -> None:
+    """Mixtral peaks inside one expert, which sees more than its even share of the tokens: 0.1 to 0.2 % above ours."""
+    run = Run(row=row, model=MIXTRAL, micro_batch=micro_batch, peak=peak, left=0, options=TRL)
+    answer = wazn.estimate(run.model, gpu=GPU, **run.question)
+    assert 0.998 < answer.peak.allocated_bytes / peak < 0.999
 
 
 def test_a_model_of_70_billion_parameters() -> None:
