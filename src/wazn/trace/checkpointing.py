@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from wazn.errors import InputError
+from wazn.errors import InputError, Unsupported
 
 __all__ = ["CHECKPOINTING", "checkpointing_options", "keep_every", "switch_on_checkpointing"]
 
@@ -50,14 +50,22 @@ def checkpointing_options(name: str) -> dict[str, Any]:
 
 
 def keep_every(model: Any, every: int) -> None:
-    """Of a model whose layers are all checkpointed leave one of `every` so, from the first on."""
+    """Of a model whose layers are all checkpointed leave one of `every` so, from the first on.
+
+    Raises: Unsupported before transformers 4.52.
+    """
     for index, layer in enumerate(_checkpointed_layers(model)):
         layer.gradient_checkpointing = index % every == 0
 
 
 def _checkpointed_layers(model: Any) -> list[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError as error:
+        raise Unsupported(
+            "every n-th layer can be checkpointed since transformers 4.52, where layers do it themselves",
+            hint="take `full`",
+        ) from error
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -196,6 +196,9 @@ def _patch_imports() -> Callable[[], None]:
     missing = {
         "flash_attn_func": flash_attn_func,
         "flash_attn_varlen_func": flash_attn_varlen_func,
+        "index_first_axis": index_first_axis,
+        "pad_input": pad_input,
+        "unpad_input": unpad_input,
         "_flash_supports_window_size": True,
     }
     if module is None or hasattr(module, "lazy_import_flash_attention"):

@@ -26,7 +26,7 @@ from wazn.trace.marks import name_model, owner_of
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.script import Loop, Reference, Script
 from wazn.trace.tracker import StorageTracker
-from wazn.trace.trainer import optimizers_for, run, training_arguments
+from wazn.trace.trainer import optimizers_for, own_environment, run, training_arguments
 from wazn.trace.trl_kernels import trl_on_cuda
 
 __all__ = ["train_with_trl"]
@@ -53,10 +53,14 @@ def train_with_trl(
         raise MissingExtra("a rehearsal of a TRL trainer", extra="trace") from error
 
     datasets.disable_progress_bars()
-    _reserve(tracker, script.reserved_bytes)
     if reference is not None:
         _name_reference(tracker, reference)
-    with tempfile.TemporaryDirectory() as folder, trl_on_cuda(tracker), warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_environment(),
+        trl_on_cuda(tracker),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)
         trainer = _TRAINERS[script.loop](trl, folder, tracker, model, recipe, script, reference)
         if tracker.places is not None:
@@ -64,12 +68,6 @@ def train_with_trl(
         name_model(tracker, trainer.model, [])
         run(tracker, trainer, recipe, loss_outside=True)
     return trainer
-
-
-def _reserve(tracker: StorageTracker, num_bytes: int) -> None:
-    if num_bytes:
-        block_id = tracker.take(num_bytes, op="reserved by an inference engine")
-        tracker.names[block_id] = (Category.WORKSPACES, "inference engine")
 
 
 def _name_reference(tracker: StorageTracker, reference: Any) -> None:

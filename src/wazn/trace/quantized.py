@@ -108,13 +108,13 @@ def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:
 
 
 def _kept(model: Any) -> list[str]:
-    """Return the modules that transformers does not replace: the output head, the last one, what is tied."""
-    try:
-        from transformers.quantizers.base import get_keys_to_not_convert
-    except ImportError:  # before 5.0
-        from transformers.integrations.bitsandbytes import get_keys_to_not_convert
-    kept: list[str] = get_keys_to_not_convert(model)
-    return kept
+    """Return the paths of the modules that transformers does not replace: the output head and the last one.
+
+    Source: `get_keys_to_not_convert` in transformers/quantizers/base.py; it adds what is tied, which is the head again.
+    """
+    head = model.get_output_embeddings()
+    last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
+    return [last, *(name for name, module in model.named_modules() if module is head)]
 
 
 def quantised_linears(model: Any) -> list[Any]:

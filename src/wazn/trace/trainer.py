@@ -7,7 +7,10 @@ by the same name.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +24,9 @@ from wazn.trace.script import Script, Task
 from wazn.trace.tracker import StorageTracker
 from wazn.trace.trainer_marks import marks_on_trainer
 
-__all__ = ["optimizers_for", "run", "train", "training_arguments"]
+__all__ = ["optimizers_for", "own_environment", "run", "train", "training_arguments"]
+
+_VARIABLES = "ACCELERATE_"
 
 # Names of `TrainingArguments.optim`; what is missing here Trainer cannot make, and it is handed in.
 _OPTIM = {
@@ -53,7 +58,7 @@ def train(tracker: StorageTracker, model: Any, recipe: Recipe, script: Script) -
     arguments_class = (
         transformers.Seq2SeqTrainingArguments if is_seq2seq else transformers.TrainingArguments
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, own_environment():
         trainer = trainer_class(
             model=model,
             args=training_arguments(arguments_class, folder, recipe, script),
@@ -63,6 +68,23 @@ def train(tracker: StorageTracker, model: Any, recipe: Recipe, script: Script) -
         )
         run(tracker, trainer, recipe)
     return trainer
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """Keep accelerate's variables out of a run, and what the run sets out of the next one.
+
+    `TrainingArguments` of transformers 4 writes the precision there, and reads it where it is not given.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    for name in before:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def training_arguments(cls: Any, folder: str, recipe: Recipe, script: Script, **more: Any) -> Any:
