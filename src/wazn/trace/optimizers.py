@@ -43,9 +43,12 @@ def make_optimizer(name: str, model: Any, tracker: StorageTracker) -> torch.opti
 
 
 def _keep_embeddings_in_32_bits(model: Any) -> None:
-    """As `Trainer.create_optimizer` does."""
+    """As `Trainer.create_optimizer` does since 4.52; before, it asked for a class that it did not use."""
+    import transformers
     from bitsandbytes.optim import GlobalOptimManager
 
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 52):
+        return
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             manager = GlobalOptimManager.get_instance()
