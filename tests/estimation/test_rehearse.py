@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from wazn.estimation import rehearse as rehearsing
 from wazn.estimation.answer import Estimate
 from wazn.report.holders import holder_rows
 from wazn.report.json import to_json
+from wazn.trace.script import Loop, Script
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -159,6 +161,22 @@ def test_many_micro_batches_are_cut_and_said(llama: str) -> None:
     assert many.peak.allocated_bytes == few.peak.allocated_bytes
     codes = {note.code: note.params for note in many.notes}
     assert codes["micro-batches-alike"] == {"run": 3, "of": 9}
+
+
+def test_what_an_inference_engine_keeps_stands_outside(llama: str) -> None:
+    """It is no tensor of the training: the device's figure grows by it, the allocated peak does not."""
+    script = Script(loop=Loop.PLAIN, reserved_bytes=3_000_000_000)
+    without = wazn.estimate(
+        llama, engine="trace", seq_len=64, script=replace(script, reserved_bytes=0)
+    )
+    answer = wazn.estimate(llama, engine="trace", seq_len=64, script=script)
+    assert [(line.category, line.num_bytes) for line in answer.outside] == [
+        ("inference-engine", 3_000_000_000)
+    ]
+    assert answer.peak.allocated_bytes == without.peak.allocated_bytes
+    assert answer.peak.device_bytes == without.peak.device_bytes + 3_000_000_000
+    assert answer.rehearsed is not None
+    assert answer.rehearsed.script == {"reserved_bytes": 3_000_000_000}
 
 
 def test_the_fraction_that_is_done_grows(llama: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from wazn.cluster import Cluster
 from wazn.estimation.options import Options
@@ -90,11 +91,13 @@ class Holder:
 class Rehearsed:
     """How a run was rehearsed.
 
-    loop: whose training loop ran; libraries: their versions; tensors: on what kind of fake tensors.
+    loop: whose training loop ran; script: what else was said about the training script, by name.
+    libraries: their versions; tensors: on what kind of fake tensors.
     micro_batches: how many of an optimizer step were run; the rest do the same in the same memory.
     """
 
     loop: str
+    script: Mapping[str, Any]
     libraries: Mapping[str, str]
     tensors: str
     micro_batches: int

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from wazn.cluster import Gpu
 from wazn.dtypes import BFLOAT16
 from wazn.errors import WaznError
-from wazn.estimation.answer import Estimate, OutsideLine, Verdict
+from wazn.estimation.answer import Estimate, OutsideLine, Rehearsed, Verdict
 from wazn.estimation.assemble import verdict_of
 from wazn.estimation.estimate import Run, run_through, weigh
 from wazn.estimation.notes import groups_heads
@@ -90,10 +90,11 @@ def changes(answer: Estimate) -> tuple[Change, ...]:
     """Return the most effective changes of a run, the one that saves most first.
 
     Where the run does not fit, and no change alone makes it fit, one that chains two or three comes with them.
-    A rehearsed run is counted for this, where its architecture is known; else there are none.
+    A rehearsed run is counted for this, where it can be: Trainer's loop around a known architecture; else there are
+    none.
     """
-    spec = answer.spec
-    if spec is None:
+    spec, rehearsed = answer.spec, answer.rehearsed
+    if spec is None or (rehearsed is not None and not _is_counted(rehearsed)):
         return ()
     if answer.engine != "simulate":
         try:
@@ -124,6 +125,10 @@ def changes(answer: Estimate) -> tuple[Change, ...]:
         if chained is not None:
             found = [chained, *found]
     return tuple(sorted(found, key=lambda change: -change.saved_bytes)[:MOST_TRIED])
+
+
+def _is_counted(rehearsed: Rehearsed) -> bool:
+    return rehearsed.loop in ("trainer", "plain") and not rehearsed.script
 
 
 def _fits(change: Change) -> bool:

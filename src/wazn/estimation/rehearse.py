@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wazn.cluster import Gpu
 from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
-from wazn.estimation.answer import Estimate, ModelFacts, Rehearsed
+from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on, notes_on_verdict
 from wazn.estimation.options import Options, Resolved, resolve
@@ -75,6 +75,8 @@ def rehearse_run(
     run = replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN))
     rehearsal = _rehearse(source.mapping, run, script, progress)
     outside = outside_of(gpu, rehearsal.managed_bytes)
+    if script.reserved_bytes:
+        outside = (*outside, _kept_beside(script.reserved_bytes))
     answer = assemble(
         engine="trace",
         model=ModelFacts(
@@ -91,6 +93,7 @@ def rehearse_run(
         outside=outside,
         rehearsed=Rehearsed(
             loop=script.loop.value,
+            script=_said(script),
             libraries=libraries,
             tensors=rehearsal.tensors,
             micro_batches=run.grad_accum,
@@ -131,6 +134,23 @@ def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
         script = replace(script, loop=Loop.PLAIN)
     capability = gpu.cuda_capability if gpu is not None else None
     return script if capability is None else replace(script, capability=capability)
+
+
+def _kept_beside(num_bytes: int) -> OutsideLine:
+    """What an inference engine on the same card has, as it was said."""
+    return OutsideLine(
+        category="inference-engine",
+        num_bytes=num_bytes,
+        basis="assumed",
+        source="what was said with `--reserved`",
+    )
+
+
+def _said(script: Script) -> dict[str, Any]:
+    """Return what is not as it is by default; the card's capability is the cluster's."""
+    plain = type(script)(loop=script.loop, capability=script.capability)
+    values = ((name, getattr(script, name)) for name in script.__dataclass_fields__)
+    return {name: value for name, value in values if value != getattr(plain, name)}
 
 
 def _refuse_absurd(recipe: Recipe, source: ModelSource, spec: ModelSpec | None) -> None:

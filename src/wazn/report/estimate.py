@@ -55,6 +55,7 @@ CATEGORIES = {
     "inputs": "inputs",
     "context": "CUDA context",
     "managed-memory": "paged states",
+    "inference-engine": "inference engine",
 }
 PHASES = {
     "load": "loading",
@@ -161,10 +162,16 @@ def _question(answer: Estimate, style: Style) -> Iterator[str]:
     accumulation = f" x {recipe.grad_accum} micro-batches" if recipe.grad_accum > 1 else ""
     yield from _wrapped(
         f"{method}; {recipe.micro_batch} x {recipe.seq_len:,} tokens{accumulation}; "
-        f"{_precision(recipe.precision)}, {recipe.optimizer}, checkpointing {_checkpointing(answer)}, "
+        f"{_precision(recipe.precision)}, {_optimizer(answer)}, checkpointing {_checkpointing(answer)}, "
         f"{_attention(answer)} attention{_loop(recipe)}; {recipe.stack}",
         style,
     )
+
+
+def _optimizer(answer: Estimate) -> str:
+    """A name of `TrainingArguments.optim` takes the place of the recipe's."""
+    own = None if answer.rehearsed is None else answer.rehearsed.script.get("optim")
+    return answer.recipe.optimizer.value if own is None else printable(str(own))
 
 
 def _how(answer: Estimate, style: Style) -> Iterator[str]:
@@ -173,9 +180,12 @@ def _how(answer: Estimate, style: Style) -> Iterator[str]:
         return
     how = answer.rehearsed
     versions = ", ".join(f"{name} {version}" for name, version in how.libraries.items())
-    yield from _wrapped(
-        f"Rehearsed in the {how.loop} loop, on fake {how.tensors} tensors: {versions}.", style
+    said = "".join(
+        f", {name.replace('_', ' ')} {printable(str(value), longest=_LONGEST_NAME)}"
+        for name, value in how.script.items()
     )
+    loop = f"Rehearsed in the {how.loop} loop{said}, on fake {how.tensors} tensors: {versions}."
+    yield from _wrapped(loop, style)
 
 
 def _attention(answer: Estimate) -> Attention:
