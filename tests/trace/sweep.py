@@ -1,15 +1,16 @@
 """Which models can be rehearsed: one optimizer step of each, with few of its layers and its own widths.
 
     scripts/sweep                    rehearse all, and write tests/trace/sweep.json
-    scripts/sweep catalogue llama    those whose name holds a word; writes nothing
+    scripts/sweep catalogue llama    those whose name holds all words; writes nothing
+    scripts/sweep again              those that the record does not have, or has as failed; and write them
 
 Three lists: every model of the catalogue, what it is usually trained for; every image-text model of the catalogue, with
 one image; every model type for which transformers has a class for causal language models, with its default
-configuration. Each is fully trained without checkpointing, then with adapters on all linear layers and checkpointing.
+configuration. Each is fully trained without checkpointing; the first of each type also with adapters on all linear
+layers, with checkpointing where the class has it.
 
-The record says of each what was trained, with how many layers, and why it cannot be rehearsed, if it cannot. A default
-configuration that lacks a value without which the class cannot be built has it in `LACKING`: those need a rule of their
-own.
+The record says of each what was trained, with how many layers, and why it cannot be rehearsed, if it cannot. Those in
+`LACKING` and `IN_FP32` need a rule of their own.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.recipes import lora_recipe, make_recipe
+from tests.recipes import BF16, lora_recipe, make_recipe
+from wazn.dtypes import FLOAT32
 from wazn.facts.models import list_models, resolve_model
 from wazn.recipe import Checkpointing
 from wazn.trace.script import Script, Task
+from wazn.trace.step import rehearse
 
-__all__ = ["LACKING", "LISTS", "RECORD", "Case", "cases", "run"]
+__all__ = ["IN_FP32", "LACKING", "LISTS", "RECORD", "Case", "cases", "run"]
 
 RECORD = Path(__file__).with_suffix(".json")
 LISTS = ("catalogue", "images", "causal-lm types")
-IMAGE = (672, 1008)  # height, width
+IMAGE = (336, 448)  # height, width
 _TEXT_TOKENS = 64
 _TOKENS_WITH_IMAGE = 4096
 _MOST_LAYERS = 12  # enough for every pattern; whole models are not the question here
@@ -42,7 +46,26 @@ _SECONDS = 300
 _ADDRESS_SPACE_BYTES = 16 << 30
 
 # Values without which the default configuration of a type cannot be built or run, whatever they are.
-LACKING: dict[str, dict[str, Any]] = {}
+LACKING: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "conv"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}
+# Types whose code multiplies bf16 by fp32, which stops on a GPU as well.
+IN_FP32 = ("xlnet", "xlstm")
 
 
 class Case(NamedTuple):
@@ -81,13 +104,12 @@ def cases() -> Iterator[Case]:
         yield Case("causal-lm types", model_type)
 
 
-def run(case: Case, *, num_layers: int | None = None) -> dict[str, Any]:
-    """Rehearse a case; return its entry in the record.
+def run(case: Case, *, adapted: bool, num_layers: int | None = None) -> dict[str, Any]:
+    """Rehearse a case, with adapters too if it is so asked; return its entry in the record.
 
     Raises: whatever stops it.
     """
     from wazn.trace.configs import resolve_task
-    from wazn.trace.step import rehearse
 
     config, task = case.config(), case.task()
     layers = num_layers or enough_layers(config, task)
@@ -99,11 +121,17 @@ def run(case: Case, *, num_layers: int | None = None) -> dict[str, Any]:
         num_images=int(has_image),
         image_size=IMAGE if has_image else None,
     )
-    sizes = {"micro_batch": 1, "seq_len": _TOKENS_WITH_IMAGE if has_image else _TEXT_TOKENS}
-    whole = rehearse(config, make_recipe(**sizes), script)
-    adapted = rehearse(config, lora_recipe(checkpointing=Checkpointing.FULL, **sizes), script)
-    assert 0 < adapted.num_trainable_parameters < whole.num_trainable_parameters
+    choices: dict[str, Any] = {
+        "micro_batch": 1,
+        "seq_len": _TOKENS_WITH_IMAGE if has_image else _TEXT_TOKENS,
+        **({"precision": replace(BF16, weight_dtype=FLOAT32)} if case.source in IN_FP32 else {}),
+    }
+    whole = rehearse(config, make_recipe(**choices), script)
     assert whole.peak_bytes > 0
+    if adapted:
+        kept = Checkpointing.FULL if _has_checkpointing(config, task) else Checkpointing.NONE
+        few = rehearse(config, lora_recipe(checkpointing=kept, **choices), script)
+        assert 0 < few.num_trainable_parameters < whole.num_trainable_parameters
     return {"task": str(task or resolve_task(config, script)), "layers": layers}
 
 
@@ -139,11 +167,18 @@ def enough_layers(config: dict[str, Any], task: Task | None) -> int:
     return min(max(enough, 2), _MOST_LAYERS)
 
 
+def _has_checkpointing(config: dict[str, Any], task: Task | None) -> bool:
+    from wazn.trace.models import build_model
+
+    model = build_model(config, make_recipe(), Script(task=task, num_layers=2))
+    return bool(model.supports_gradient_checkpointing)
+
+
 def _size(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _in_a_process(case: Case) -> dict[str, Any]:
+def _in_a_process(case: Case, adapted: bool) -> dict[str, Any]:
     """Run a case in a child, which may hang or die, and return its entry: what was run, or `error`."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -152,7 +187,7 @@ def _in_a_process(case: Case) -> dict[str, Any]:
         signal.alarm(_SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES,) * 2)
         try:
-            entry = run(case)
+            entry = run(case, adapted=adapted)
         except BaseException as error:
             entry = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         os.write(writer, json.dumps(entry).encode())
@@ -170,9 +205,13 @@ def _table(record: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     """Yield how many ran, and why the others did not, grouped."""
     for listed, entries in record.items():
         ran = [name for name, entry in entries.items() if "error" not in entry]
-        own = sum(name in LACKING for name in ran) if listed == "causal-lm types" else 0
+        own = (
+            sum(name in LACKING or name in IN_FP32 for name in ran)
+            if listed == "causal-lm types"
+            else 0
+        )
         share = len(ran) / max(1, len(entries))
-        rules = f", {own} of them with a value that their default lacks" if own else ""
+        rules = f", {own} of them by a rule of their own" if own else ""
         yield f"{listed}: {len(ran)} of {len(entries)} run ({share:.1%}){rules}"
         reasons = Counter(entry["error"] for entry in entries.values() if "error" in entry)
         for reason, count in reasons.most_common():
@@ -182,28 +221,38 @@ def _table(record: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
 
 def main(words: list[str]) -> None:
     """Rehearse the cases whose names hold all words; write the record if no words are given."""
+    import peft
     import torch
     import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    import peft  # noqa: F401  # what the children need is imported once
     import transformers.trainer
 
-    import wazn.trace.step  # noqa: F401
-
-    chosen = [case for case in cases() if all(word in case.name for word in words)]
-    record: dict[str, dict[str, dict[str, Any]]] = {}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    stored: dict[str, Any] = json.loads(RECORD.read_text()) if words == ["again"] else {}
+    stored.pop("versions", None)
+    chosen = list(cases())
+    if words == ["again"]:
+        chosen = [
+            case
+            for case in chosen
+            if "error" in stored[case.listed].get(case.source, {"error": ""})
+        ]
+    else:
+        chosen = [case for case in chosen if all(word in case.name for word in words)]
+    types = [(case.listed, case.config()["model_type"]) for case in chosen]
+    firsts = [listed_type not in types[:index] for index, listed_type in enumerate(types)]
+    record: dict[str, dict[str, dict[str, Any]]] = {
+        listed: stored.get(listed, {}) for listed in LISTS
+    }
     with ThreadPoolExecutor(int(os.environ.get("WAZN_PROCESSES", "2"))) as pool:
-        for case, entry in zip(chosen, pool.map(_in_a_process, chosen), strict=True):
-            record.setdefault(case.listed, {})[case.source] = entry
+        entries = pool.map(_in_a_process, chosen, firsts)
+        for case, entry in zip(chosen, entries, strict=True):
+            record[case.listed][case.source] = entry
             sys.stderr.write(f"{case.name}: {entry.get('error', 'runs')}\n")
+            if words in ([], ["again"]):
+                RECORD.write_text(json.dumps({"versions": versions, **record}, indent=0) + "\n")
     sys.stdout.write("\n".join(_table(record)) + "\n")
-    if not words:
-        versions = {
-            name: sys.modules[name].__version__ for name in ("torch", "transformers", "peft")
-        }
-        RECORD.write_text(json.dumps({"versions": versions, **record}, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_models_with_one_size_take_so_many_tokens(model: str, tokens: int) -> No
     [((336, 336), 1), ((672, 672), 5), ((300, 1000), 4), ((1344, 1344), 17)],
 )
 def test_llama_4_lays_images_on_tiles_and_adds_the_whole(size: tuple[int, int], tiles: int) -> None:
-    """Tiles of 336 x 336, on the smallest canvas that does not shrink the image; all of it once more if there are several.
+    """Tiles of 336 x 336, on the smallest canvas that does not shrink the image; the whole once more if several.
 
     Each is 24 x 24 patches, a quarter of which are tokens after the pixel shuffle.
     """

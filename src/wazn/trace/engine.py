@@ -6,6 +6,7 @@ what autograd does in place with real tensors only, and takes the workspaces of 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,22 +41,22 @@ class Engine:
         self, tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run `func(*args, **kwargs)`, or what stands for it, and return its result."""
+        if not _is_special(func):
+            return self._recall(func, args, kwargs)
         previous = tracker.previous
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is _ATEN._local_scalar_dense.default:
             return _answer(tracker, args[0])
-        if func is torch.ops.aten.nonzero.default:
+        if func is _ATEN.nonzero.default:
             return _nonzero(args[0])
-        if func is torch.ops.aten._grouped_mm.default:
+        if func is _ATEN._grouped_mm.default:
             return _grouped_mm(*args, **kwargs)
-        if func is torch.ops.aten.histc.default and not args[0].dtype.is_floating_point:
+        if func is _ATEN.histc.default and not args[0].dtype.is_floating_point:
             return _integers_histc(*args, **kwargs)
         in_place = _IN_PLACE.get(func)
         if in_place is not None and _fills_zeros_in_place(previous):
-            in_place(*args, **kwargs)
-            return args[0]
-        if func is torch.ops.aten.add.Tensor and _accumulates_in_place(previous, args, kwargs):
-            torch.ops.aten.add_.Tensor(*args)
-            return args[0]
+            return self._recall(in_place, args, kwargs)
+        if func is _ATEN.add.Tensor and _accumulates_in_place(previous, args, kwargs):
+            return self._recall(_ATEN.add_.Tensor, args, kwargs)
         if self._threads_without_workspace and func in _MATMULS:
             self._first_matmul(tracker)
         workspace = kernels.workspace_of(func, args, kwargs, self._capability)
@@ -78,19 +79,31 @@ class Engine:
             tracker.take(size, op=f"cublas workspace: {thread}")
 
 
-_MATMULS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-}
+_ATEN = torch.ops.aten
+_MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
 _IN_PLACE = {
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    _ATEN.scatter.src: _ATEN.scatter_.src,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
+    _ATEN.index_put.default: _ATEN.index_put_.default,
+    _ATEN.index_add.default: _ATEN.index_add_.default,
 }
 _ZEROS = ("aten.new_zeros", "aten.zeros")
+_SPECIAL = {  # every operation that this module asks for; the others pass it by
+    *_MATMULS,
+    *_IN_PLACE,
+    _ATEN._grouped_mm.default,
+    _ATEN._local_scalar_dense.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN.add.Tensor,
+    _ATEN.histc.default,
+    _ATEN.native_layer_norm.default,
+    _ATEN.nonzero.default,
+}
+
+
+@cache
+def _is_special(func: Any) -> bool:
+    return func in _SPECIAL or kernels.takes_workspace(func)
 
 
 def _fills_zeros_in_place(previous: Any) -> bool:
@@ -105,11 +118,11 @@ def _fills_zeros_in_place(previous: Any) -> bool:
 
 def _as_on_cuda(tracker: StorageTracker, func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Put right what a result has of the CPU."""
-    if func is torch.ops.aten.native_layer_norm.default and args[0].element_size() == 2:
+    if func is _ATEN.native_layer_norm.default and args[0].element_size() == 2:
         # statistics in fp32: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `toAccumulateType`
         out, mean, rstd = result
         return out, mean.to(torch.float32), rstd.to(torch.float32)
-    if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+    if func is _ATEN._scaled_dot_product_efficient_attention.default:
         # seed and offset on the host: Note [Seed and Offset Device] in transformers/cuda/attention.cu
         tracker.keep_on_host(result[2:])
     return result
@@ -122,7 +135,7 @@ def _answer(tracker: StorageTracker, tensor: torch.Tensor) -> bool | int | float
     packed sequences.
     """
     if tensor.dtype is torch.bool:
-        return tracker.maker(tensor).startswith(("aten.all.", "aten.eq.Scalar"))
+        return tracker.maker(tensor).startswith(("aten.all.", "aten._is_all_true.", "aten.eq.Scalar"))
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 

@@ -1,0 +1,82 @@
+"""Models as `from_pretrained` leaves them: the class for the task, the types of their weights, the attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes import BF16, make_recipe
+from wazn.dtypes import FLOAT16
+from wazn.errors import InputError
+from wazn.facts.models import resolve_model
+from wazn.recipe import Attention, Recipe
+from wazn.trace.models import build_model
+from wazn.trace.script import Script, Task
+
+
+def _build(model: str, recipe: Recipe | None = None, **script: Any) -> Any:
+    config = resolve_model(model).mapping
+    return build_model(config, recipe or make_recipe(), Script(num_layers=2, **script))
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", None, "LlamaForCausalLM"),
+        ("meta-llama/Llama-3.1-8B", Task.SEQUENCE_CLASSIFICATION, "LlamaForSequenceClassification"),
+        ("google-bert/bert-base-cased", None, "BertForSequenceClassification"),
+        ("google/flan-t5-base", None, "T5ForConditionalGeneration"),
+        ("google/gemma-3-12b-it", None, "Gemma3ForCausalLM"),
+        ("google/gemma-3-12b-it", Task.IMAGE_TEXT, "Gemma3ForConditionalGeneration"),
+        ("Qwen/Qwen2-VL-2B-Instruct", None, "Qwen2VLForConditionalGeneration"),
+    ],
+)
+def test_the_task_decides_the_class(model: str, task: Task | None, name: str) -> None:
+    """It is the one that transformers' auto class for the task takes; all weights are on `meta`, in bf16."""
+    built = _build(model, task=task)
+    assert type(built).__name__ == name
+    assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
+    assert all(p.is_meta for p in built.parameters())
+
+
+def test_routers_stay_in_fp32_where_the_class_says_so() -> None:
+    """DeepSeek-V3 lists its router and the bias of its experts: `_keep_in_fp32_modules_strict` in
+    modeling_deepseek_v3.py, which `from_pretrained` obeys in half precision.
+    """
+    config = dict(resolve_model("deepseek-ai/DeepSeek-V3").mapping)
+    built = build_model(config, make_recipe(), Script(num_layers=4))
+    raised = {name for name, tensor in built.named_parameters() if tensor.dtype is torch.float32}
+    assert raised == {"model.layers.3.mlp.gate.weight"}
+    biases = dict(built.named_buffers())
+    assert biases["model.layers.3.mlp.gate.e_score_correction_bias"].dtype is torch.float32
+
+
+def test_some_weights_stay_in_fp32_in_fp16_only() -> None:
+    """T5's last matrix of each feed-forward block, `wo`: `_keep_in_fp32_modules` in modeling_t5.py."""
+    precision = replace(BF16, weight_dtype=FLOAT16)
+    built = _build("google/flan-t5-base", make_recipe(precision=precision))
+    raised = {n for n, tensor in built.named_parameters() if tensor.dtype is torch.float32}
+    assert len(raised) == 4
+    assert all(name.endswith(".wo.weight") for name in raised)
+
+
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [(Attention.SDPA, "sdpa"), (Attention.EAGER, "eager")],
+)
+def test_the_attention_that_was_asked_for(attention: Attention, name: str) -> None:
+    """As transformers' `attn_implementation`; a class without sdpa takes eager, as in a real run."""
+    built = _build("meta-llama/Llama-3.1-8B", make_recipe(attention=attention))
+    assert built.config._attn_implementation == name
+    eager_only = _build("EleutherAI/gpt-neo-125m", make_recipe(attention=attention))
+    assert eager_only.config._attn_implementation == "eager"
+
+
+def test_what_cannot_be_built_is_a_wrong_question() -> None:
+    """A head size that is not a number reaches the class: the line that stops is named."""
+    config = {"model_type": "hunyuan_v1_dense", "head_dim": None}
+    with pytest.raises(InputError, match=r"cannot build .* at transformers/.*head_dim"):
+        build_model(config, make_recipe(), Script(num_layers=2))
