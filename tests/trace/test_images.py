@@ -14,7 +14,7 @@ from wazn.facts.models import resolve_model
 from wazn.timeline.events import Category
 from wazn.trace.configs import read_hf_config
 from wazn.trace.images import picture_of
-from wazn.trace.script import Script, Task
+from wazn.trace.script import Loop, Script, Task
 from wazn.trace.step import rehearse
 
 _PROCESSED = {
@@ -148,3 +148,12 @@ def test_text_alone_is_rehearsed_without_images() -> None:
     assert not any(
         event.dtype == "float32" and event.shape[-1:] == (1176,) for event in rehearsal.events
     )
+
+
+def test_trainer_feeds_images_too() -> None:
+    """The real Trainer's batches hold the same pixels, moved to the card: in fp32."""
+    sizes = make_recipe(micro_batch=2, seq_len=512)
+    shown = {"task": Task.IMAGE_TEXT, "num_images": 2, "image_size": (224, 224), "num_steps": 1}
+    rehearsal = rehearse(_SMALL_QWEN, sizes, Script(loop=Loop.TRAINER, **shown))
+    pixels = 2 * 2 * 16 * 16 * (3 * 2 * 14 * 14) * 4
+    assert any(event.num_bytes == pixels and event.dtype == "float32" for event in rehearsal.events)

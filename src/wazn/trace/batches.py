@@ -16,6 +16,7 @@ import torch
 
 from wazn.errors import InputError, Unsupported
 from wazn.recipe import Recipe
+from wazn.trace.images import image_batch, sees_images
 from wazn.trace.script import Script, Task
 
 __all__ = [
@@ -68,7 +69,7 @@ def task_of_model(model: Any) -> Task:
         return Task.SEQUENCE_CLASSIFICATION
     if base.config.is_encoder_decoder:
         return Task.SEQ2SEQ
-    return Task.CAUSAL_LM
+    return Task.IMAGE_TEXT if sees_images(base) else Task.CAUSAL_LM
 
 
 def lengths(recipe: Recipe, script: Script) -> list[int]:
@@ -79,7 +80,7 @@ def lengths(recipe: Recipe, script: Script) -> list[int]:
     """
     shorter = int(recipe.seq_len * (1 - script.padding))
     if shorter < 1:
-        raise InputError("`padding` leaves nothing of a sample", hint="give less than 1.0")
+        raise InputError("`--padding` leaves nothing of a sample", hint="give less than 1.0")
     return [recipe.seq_len, *[shorter] * (recipe.micro_batch - 1)]
 
 
@@ -110,8 +111,6 @@ def _sample(task: Task, length: int, script: Script) -> Sample:
         return {**sample, "label": 0}
     if task is Task.SEQ2SEQ:
         return {**sample, "labels": [TOKEN] * (script.target_len or length)}
-    if task is Task.IMAGE_TEXT:
-        raise Unsupported("images are not rehearsed in this loop yet")
     return {**sample, "labels": tokens}
 
 
@@ -122,6 +121,10 @@ def collator_of(model: Any, task: Task, script: Script) -> Callable[[list[Sample
     """
     import transformers
 
+    if task is Task.IMAGE_TEXT:
+        if script.packing is not None or script.padding:
+            raise Unsupported("samples with images are neither packed nor padded in a rehearsal")
+        return _WithImages(model, script)
     if script.packing is not None:
         if not hasattr(transformers, "DataCollatorWithFlattening"):  # since 4.44
             raise Unsupported(
@@ -136,6 +139,24 @@ def collator_of(model: Any, task: Task, script: Script) -> Callable[[list[Sample
     return transformers.DataCollatorForSeq2Seq(
         tokenizer(), model=model if task is Task.SEQ2SEQ else None
     )
+
+
+class _WithImages:
+    """Makes what a processor and a script's own collator make of samples that begin with images."""
+
+    def __init__(self, model: Any, script: Script) -> None:
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._script = script
+
+    def __call__(self, samples: list[Sample]) -> Sample:
+        """Return a micro-batch as long and as large as the samples."""
+        return image_batch(
+            self._model,
+            micro_batch=len(samples),
+            seq_len=len(samples[0]["input_ids"]),
+            num_images=self._script.num_images,
+            image_size=self._script.image_size,
+        )
 
 
 class _Packed:
