@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "cublas_workspace_bytes",
     "flash_backward",
     "flash_varlen_backward",
+    "takes_workspace",
     "workspace_of",
 ]
 
@@ -44,7 +46,7 @@ def workspace_of(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: tuple[int, int]
 ) -> Workspace:
     """Return what the CUDA kernels of one operation allocate beside its results."""
-    rule = _RULES.get(operator) or _RULES_BY_NAME.get(str(operator))
+    rule = _rule_of(operator)
     if rule is None:
         return NO_WORKSPACE
     named = {
@@ -52,6 +54,16 @@ def workspace_of(
         for argument, value in zip(operator._schema.arguments, args, strict=False)
     }
     return rule({**named, **kwargs}, capability)
+
+
+def takes_workspace(operator: Any) -> bool:
+    """Say whether `workspace_of` has a rule for an operation."""
+    return _rule_of(operator) is not None
+
+
+@cache
+def _rule_of(operator: Any) -> Callable[[dict[str, Any], tuple[int, int]], Workspace] | None:
+    return _RULES.get(operator) or _RULES_BY_NAME.get(str(operator))
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:

@@ -127,7 +127,7 @@ class StorageTracker(TorchDispatchMode):
         """Run one operation and record what it allocated."""
         if func is _DEVICE_OF:  # autograd asks twice for each operation
             self.previous = func
-            return args[0].device
+            return args[0].fake_device
         with torch._C.DisableTorchFunction():  # function modes end where operations begin
             if self.places is not None:
                 self.place = self.places.here()
