@@ -191,7 +191,9 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
 
 
 def _patch_imports() -> Callable[[], None]:
-    """Put in what transformers 4.43 to 4.53 imports from flash-attn when it is itself imported; return the way back."""
+    """Put in what transformers 4.43 to 4.53 imports from flash-attn when it is itself imported (4.52 and 4.53 have None in
+    its place); return the way back.
+    """
     module = sys.modules.get("transformers.modeling_flash_attention_utils")
     missing = {
         "flash_attn_func": flash_attn_func,
@@ -200,15 +202,21 @@ def _patch_imports() -> Callable[[], None]:
         "pad_input": pad_input,
         "unpad_input": unpad_input,
         "_flash_supports_window_size": True,
+        # the names of 4.53
+        "flash_attn_2_func": flash_attn_func,
+        "flash_attn_2_varlen_func": flash_attn_varlen_func,
+        "pad_input_fa2": pad_input,
+        "unpad_input_fa2": unpad_input,
+        "HAS_FA2": True,
     }
     if module is None or hasattr(module, "lazy_import_flash_attention"):
         return lambda: None
-    names = [name for name in missing if not hasattr(module, name)]
     contents = module.__dict__
-    contents.update({name: missing[name] for name in names})
+    before = dict(contents)
+    contents.update({n: value for n, value in missing.items() if not contents.get(n)})
 
     def restore() -> None:
-        for name in names:
-            del contents[name]
+        contents.clear()
+        contents.update(before)
 
     return restore

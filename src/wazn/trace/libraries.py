@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from wazn.errors import Unsupported
 from wazn.trace import liger
 from wazn.trace.bnb_library import without_library
 from wazn.trace.imports import Patch, patched, when_imported
@@ -30,6 +31,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "accelerate.state": _accelerate,
         "bitsandbytes": partial(_bitsandbytes, tracker),
         "torchao.optim.adam": _torchao,
+        **dict.fromkeys(_FLEX, _without_flex),
         **liger.PATCHES,
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
@@ -50,6 +52,26 @@ def _no(*args: Any, **kwargs: Any) -> bool:
 def _without_card(package: ModuleType) -> AbstractContextManager[None]:
     """A package that sees a card loads the library for it, which is not there."""
     return patched(torch.cuda, {"is_available": _no})
+
+
+# where the functions are, and where they are imported to
+_FLEX = (
+    "torch.nn.attention.flex_attention",
+    "transformers.masking_utils",
+    "transformers.integrations.flex_attention",
+)
+
+
+def _without_flex(module: ModuleType) -> AbstractContextManager[None]:
+    """FlexAttention is a compiler's product; run eagerly it would write out the scores that it exists to avoid."""
+    return patched(module, {"flex_attention": _no_flex, "create_block_mask": _no_flex})
+
+
+def _no_flex(*args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(
+        "FlexAttention is compiled when it runs, and compilers need data",
+        hint="rehearse with attention `sdpa` or `flash`",
+    )
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
