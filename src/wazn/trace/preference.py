@@ -1,7 +1,8 @@
 """TRL's trainers on fake tensors, unmodified: SFT, DPO, reward models, and the training part of GRPO.
 
 They are handed what a script hands them: a base model and a `peft_config`, a data set (of text where the trainer
-tokenises, of token lists for SFT), a tokenizer, a second model as the reference where there must be one.
+tokenises, of token lists for SFT), a tokenizer, a second model where the reference must be one. What is in the data set
+does not matter to memory, how long it is does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -33,6 +34,9 @@ __all__ = ["train_with_trl"]
 
 _REFERENCE = "reference"  # goes before the names of a second model's modules
 _KL = 0.04  # GRPO's `beta` where there is a reference; any number but zero makes one
+_UPGRADE = "`pip install -U trl`"
+
+Row = dict[str, Any]
 
 
 def train_with_trl(
@@ -53,6 +57,7 @@ def train_with_trl(
         raise MissingExtra("a rehearsal of a TRL trainer", extra="trace") from error
 
     datasets.disable_progress_bars()
+    _reserve(tracker, script.reserved_bytes)
     if reference is not None:
         _name_reference(tracker, reference)
     with (
@@ -62,12 +67,28 @@ def train_with_trl(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FutureWarning)
-        trainer = _TRAINERS[script.loop](trl, folder, tracker, model, recipe, script, reference)
+        trainer = _TRAINERS[script.loop](
+            _Run(
+                trl=trl,
+                folder=folder,
+                tracker=tracker,
+                model=model,
+                recipe=recipe,
+                script=script,
+                reference=reference,
+            )
+        )
         if tracker.places is not None:
             tracker.places.of_model(trainer.model)
         name_model(tracker, trainer.model, [])
         run(tracker, trainer, recipe, loss_outside=True)
     return trainer
+
+
+def _reserve(tracker: StorageTracker, num_bytes: int) -> None:
+    if num_bytes:
+        block_id = tracker.take(num_bytes, op="reserved by an inference engine")
+        tracker.names[block_id] = (Category.WORKSPACES, "inference engine")
 
 
 def _name_reference(tracker: StorageTracker, reference: Any) -> None:
@@ -79,233 +100,119 @@ def _name_reference(tracker: StorageTracker, reference: Any) -> None:
         tracker.name(tensor, Category.WEIGHTS, f"{_REFERENCE}.{owner_of(name)}")
 
 
-def _sft(
-    trl: Any,
-    folder: str,
-    tracker: StorageTracker,
-    model: Any,
-    recipe: Recipe,
-    script: Script,
-    reference: Any,
-) -> Any:
-    packed = script.packing is not None
-    arguments = _arguments(trl.SFTConfig, folder, recipe, script, packing=packed)
-    return _made(
-        trl.SFTTrainer,
-        model,
-        recipe,
-        script,
-        tracker,
-        args=arguments,
-        train_dataset=_dataset(
-            [{"input_ids": [TOKEN] * n} for n in _sft_lengths(recipe, script)], recipe, script
-        ),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What all trainers are made of."""
+
+    trl: Any
+    folder: str
+    tracker: StorageTracker
+    model: Any
+    recipe: Recipe
+    script: Script
+    reference: Any
+
+    def arguments(self, cls: Any, **more: Any) -> Any:
+        """Return a trainer's configuration; samples may be as long as the recipe says."""
+        known = {field.name for field in fields(cls)}
+        longest = "max_length" if "max_length" in known else "max_seq_length"
+        if longest in known:
+            more[longest] = self.recipe.seq_len
+        if self.script.activation_offloading:
+            raise Unsupported(
+                "trl's activation offloading cannot be rehearsed: it asks each tensor whether it is on a GPU"
+            )
+        return training_arguments(cls, self.folder, self.recipe, self.script, **more)
+
+    def trainer(self, cls: Any, rows: list[Row], **choices: Any) -> Any:
+        """Make a trainer whose data set is the rows of one micro-batch, as often as the run needs them.
+
+        Raises: InputError with what the trainer refuses.
+        """
+        from datasets import Dataset
+
+        takes = inspect.signature(cls.__init__).parameters
+        named = "processing_class" if "processing_class" in takes else "tokenizer"  # since TRL 0.12
+        has_adapters = hasattr(self.model, "get_base_model")
+        try:
+            return cls(
+                model=self.model,
+                peft_config=None if has_adapters else lora_config(self.model, self.recipe),
+                optimizers=optimizers_for(self.model, self.recipe, self.script, self.tracker),
+                train_dataset=Dataset.from_list(
+                    rows * (self.recipe.grad_accum * self.script.num_steps)
+                ),
+                **{named: tokenizer()},
+                **choices,
+            )
+        except ValueError as error:
+            raise InputError(f"trl's `{cls.__name__}` refuses: {error}") from error
+
+    def prompt_len(self) -> int:
+        """Return the tokens of the prompt.
+
+        Raises: InputError where nothing is left for the completion and the token that ends it.
+        """
+        seq_len, wanted = self.recipe.seq_len, self.script.prompt_len
+        length = seq_len // 2 if wanted is None else wanted
+        if not 1 <= length <= seq_len - 2:
+            raise InputError(
+                f"`prompt_len` must leave two tokens of {seq_len} for the completion, found `{length}`"
+            )
+        return length
 
 
-def _sft_lengths(recipe: Recipe, script: Script) -> list[int]:
-    """Return the tokens of each sample that the trainer is given for one micro-batch; packing lays them end to end."""
-    if script.packing is None:
-        return lengths(recipe, script)
-    return [recipe.seq_len // script.packing] * (script.packing * recipe.micro_batch)
+def _sft(run: _Run) -> Any:
+    if run.script.packing is None:
+        samples = lengths(run.recipe, run.script)
+    else:  # the trainer lays them end to end
+        samples = [run.recipe.seq_len // run.script.packing] * (
+            run.script.packing * run.recipe.micro_batch
+        )
+    arguments = run.arguments(run.trl.SFTConfig, packing=run.script.packing is not None)
+    rows = [{"input_ids": [TOKEN] * n, "attention_mask": [1] * n} for n in samples]
+    return run.trainer(run.trl.SFTTrainer, rows, args=arguments)
 
 
-def _dpo(
-    trl: Any,
-    folder: str,
-    tracker: StorageTracker,
-    model: Any,
-    recipe: Recipe,
-    script: Script,
-    reference: Any,
-) -> Any:
-    precomputed = script.reference is Reference.PRECOMPUTED
-    arguments = _arguments(
-        trl.DPOConfig, folder, recipe, script, precompute_ref_log_probs=precomputed
-    )
-    prompt, rows = _prompt_len(recipe, script), []
-    for length in lengths(recipe, script):
-        chosen = _text(recipe.seq_len - prompt - 1)
+def _dpo(run: _Run) -> Any:
+    cls, config = run.trl.DPOTrainer, run.trl.DPOConfig
+    more: dict[str, Any] = {}
+    if run.script.reference is Reference.PRECOMPUTED:
+        cls = _with_constant_reference(cls)
+        more["precompute_ref_log_probs"] = True
+    if run.script.reference is Reference.MODEL and hasattr(config, "force_use_ref_model"):
+        more["force_use_ref_model"] = True  # with adapters, up to TRL 0.2x
+    prompt, rows = run.prompt_len(), []
+    for length in lengths(run.recipe, run.script):
+        chosen, rejected = run.recipe.seq_len - prompt, max(2, length - prompt)
         rows.append(
             {
                 "prompt": _text(prompt),
-                "chosen": f" {chosen}",
-                "rejected": f" {_text(max(1, length - prompt - 1))}",
+                "chosen": " " + _text(chosen - 1),  # the trainer ends it
+                "rejected": " " + _text(rejected - 1),
             }
         )
-    module = sys.modules[trl.DPOTrainer.__module__]
+    module = sys.modules[run.trl.DPOTrainer.__module__]
     with patched(module, {"hash_module": _no_hash}):  # of weights, which are fake
-        return _made(
-            _with_constant_reference(trl.DPOTrainer) if precomputed else trl.DPOTrainer,
-            model,
-            recipe,
-            script,
-            tracker,
-            args=arguments,
-            train_dataset=_dataset(rows, recipe, script),
-            ref_model=reference,
-        )
+        return run.trainer(cls, rows, args=run.arguments(config, **more), ref_model=run.reference)
 
 
 def _no_hash(model: Any) -> str:
     return ""
 
 
-def _reward(
-    trl: Any,
-    folder: str,
-    tracker: StorageTracker,
-    model: Any,
-    recipe: Recipe,
-    script: Script,
-    reference: Any,
-) -> Any:
-    rows = [
-        {"chosen": _text(recipe.seq_len - 1), "rejected": _text(length - 1)}
-        for length in lengths(recipe, script)
-    ]
-    return _made(
-        trl.RewardTrainer,
-        model,
-        recipe,
-        script,
-        tracker,
-        args=_arguments(trl.RewardConfig, folder, recipe, script),
-        train_dataset=_dataset(rows, recipe, script),
-    )
-
-
-def _grpo(
-    trl: Any,
-    folder: str,
-    tracker: StorageTracker,
-    model: Any,
-    recipe: Recipe,
-    script: Script,
-    reference: Any,
-) -> Any:
-    """Completions come from a function of the script's own (`rollout_func`), as from an engine beside the training."""
-    prompt = _prompt_len(recipe, script)
-    completion = recipe.seq_len - prompt
-    if "rollout_func" not in inspect.signature(trl.GRPOTrainer.__init__).parameters:
-        raise Unsupported(
-            "GRPO needs a TRL whose `GRPOTrainer` takes a `rollout_func`",
-            hint="`pip install -U trl`",
-        )
-    if script.reference is Reference.PRECOMPUTED:
-        raise InputError(
-            "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"
-        )
-    arguments = _arguments(
-        trl.GRPOConfig,
-        folder,
-        recipe,
-        script,
-        num_generations=script.num_generations,
-        max_completion_length=completion,
-        beta=_KL if script.reference is Reference.MODEL else 0.0,
-    )
-
-    def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        count = len(prompts)
-        return {
-            "prompt_ids": [[TOKEN] * prompt] * count,
-            "completion_ids": [[TOKEN] * completion] * count,
-            "logprobs": None,
-        }
-
-    def reward(completions: list[Any], **_: Any) -> list[float]:
-        return [float(index) for index, _ in enumerate(completions)]
-
-    def second_model(path: str, **options: Any) -> Any:
-        return reference  # GRPO loads it itself, from where the first one came
-
-    module = sys.modules[trl.GRPOTrainer.__module__]
-    num_prompts = max(1, recipe.micro_batch * recipe.grad_accum)
-    with patched(module, {"create_model_from_path": second_model}):
-        return _made(
-            trl.GRPOTrainer,
-            model,
-            recipe,
-            script,
-            tracker,
-            args=arguments,
-            train_dataset=_dataset([{"prompt": _text(prompt)}] * num_prompts, recipe, script),
-            reward_funcs=[reward],
-            rollout_func=roll_out,
-        )
-
-
-_TRAINERS: dict[Loop, Callable[..., Any]] = {
-    Loop.SFT: _sft,
-    Loop.DPO: _dpo,
-    Loop.REWARD: _reward,
-    Loop.GRPO: _grpo,
-}
-
-
-def _arguments(cls: Any, folder: str, recipe: Recipe, script: Script, **more: Any) -> Any:
-    """Return a trainer's configuration; samples may be as long as the recipe says."""
-    known = {field.name for field in fields(cls)}
-    longest = "max_length" if "max_length" in known else "max_seq_length"
-    if longest in known:
-        more[longest] = recipe.seq_len
-    if script.activation_offloading:
-        more["activation_offloading"] = True
-    return training_arguments(cls, folder, recipe, script, **more)
-
-
-def _made(
-    cls: Any, model: Any, recipe: Recipe, script: Script, tracker: StorageTracker, **choices: Any
-) -> Any:
-    """Make a trainer with what all of them take.
-
-    Raises: InputError with what the trainer refuses.
-    """
-    tokenizer_option = "processing_class"  # `tokenizer` before TRL 0.12
-    if tokenizer_option not in inspect.signature(cls.__init__).parameters:
-        tokenizer_option = "tokenizer"
-    has_adapters = hasattr(model, "get_base_model")
-    try:
-        return cls(
-            model=model,
-            peft_config=None if has_adapters else lora_config(model, recipe),
-            optimizers=optimizers_for(model, recipe, script, tracker),
-            **{tokenizer_option: tokenizer()},
-            **choices,
-        )
-    except ValueError as error:
-        raise InputError(f"trl's `{cls.__name__}` refuses: {error}") from error
-
-
-def _dataset(rows: list[dict[str, Any]], recipe: Recipe, script: Script) -> Any:
-    """Return the rows of one micro-batch as often as the run needs them."""
-    from datasets import Dataset
-
-    return Dataset.from_list(rows * (recipe.grad_accum * script.num_steps))
-
-
-def _text(num_tokens: int) -> str:
-    return " ".join([WORD] * num_tokens)
-
-
-def _prompt_len(recipe: Recipe, script: Script) -> int:
-    """Raises: InputError where nothing is left for the completion and the token that ends it."""
-    length = recipe.seq_len // 2 if script.prompt_len is None else script.prompt_len
-    if not 1 <= length <= recipe.seq_len - 2:
-        raise InputError(
-            f"`prompt_len` must leave two tokens of {recipe.seq_len} for the completion, found `{length}`"
-        )
-    return length
-
-
 def _with_constant_reference(trainer_class: Any) -> Any:
     """Return DPO's trainer with the pass over the data set before training cut to one batch.
 
     Every batch is alike, and its log-probabilities cannot be written to a data set without data.
+
+    Raises: Unsupported before TRL 1.0.
     """
-    if not hasattr(trainer_class, "_precompute_ref_logps"):
-        raise Unsupported("precomputed references need a newer TRL", hint="`pip install -U trl`")
+    passes = getattr(trainer_class, "_precompute_ref_logps", None)
+    if passes is None or (
+        "model" not in inspect.signature(trainer_class.compute_ref_log_probs).parameters
+    ):
+        raise Unsupported("precomputed references need a newer TRL", hint=_UPGRADE)
 
     class Trainer(trainer_class):  # type: ignore[misc, unused-ignore]
         def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -316,3 +223,63 @@ def _with_constant_reference(trainer_class: Any) -> Any:
             return dataset
 
     return Trainer
+
+
+def _reward(run: _Run) -> Any:
+    run.model.config.pad_token_id = tokenizer().pad_token_id  # scripts did it before TRL 0.2x
+    rows = [
+        {"chosen": _text(run.recipe.seq_len - 1), "rejected": _text(max(1, length - 1))}
+        for length in lengths(run.recipe, run.script)
+    ]
+    arguments = run.arguments(run.trl.RewardConfig)
+    return run.trainer(run.trl.RewardTrainer, rows, args=arguments)
+
+
+def _grpo(run: _Run) -> Any:
+    """Completions come from a function of the script's own (`rollout_func`), as from an engine beside the training."""
+    cls = run.trl.GRPOTrainer
+    if "rollout_func" not in inspect.signature(cls.__init__).parameters:
+        raise Unsupported(
+            "GRPO needs a TRL whose `GRPOTrainer` takes a `rollout_func`", hint=_UPGRADE
+        )
+    if run.script.reference is Reference.PRECOMPUTED:
+        raise InputError(
+            "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"
+        )
+    prompt = run.prompt_len()
+    completion = run.recipe.seq_len - prompt
+
+    def roll_out(prompts: list[str], trainer: Any) -> Row:
+        return {
+            "prompt_ids": [[TOKEN] * prompt for _ in prompts],
+            "completion_ids": [[TOKEN] * completion for _ in prompts],
+            "logprobs": None,
+        }
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [float(index) for index in range(len(completions))]
+
+    def second_model(path: str, **options: Any) -> Any:
+        return run.reference  # which the trainer loads itself, from where the first one came
+
+    arguments = run.arguments(
+        run.trl.GRPOConfig,
+        num_generations=run.script.num_generations,
+        max_completion_length=completion,
+        beta=_KL if run.script.reference is Reference.MODEL else 0.0,
+    )
+    rows = [{"prompt": _text(prompt)} for _ in range(run.recipe.micro_batch)]
+    with patched(sys.modules[cls.__module__], {"create_model_from_path": second_model}):
+        return run.trainer(cls, rows, args=arguments, reward_funcs=[reward], rollout_func=roll_out)
+
+
+_TRAINERS: dict[Loop, Callable[[_Run], Any]] = {
+    Loop.SFT: _sft,
+    Loop.DPO: _dpo,
+    Loop.REWARD: _reward,
+    Loop.GRPO: _grpo,
+}
+
+
+def _text(num_tokens: int) -> str:
+    return " ".join([WORD] * num_tokens)
