@@ -146,6 +146,21 @@ def test_what_nobody_has_is_refused_before_it_is_built(tmp_path: Path) -> None:
         wazn.estimate("smollm2-135m", engine="trace", attention="flash", precision="fp32")
 
 
+def test_more_tokens_than_positions_are_named(tmp_path: Path) -> None:
+    """BERT looks its positions up in a table of 64 rows: the message says that, not where the code stopped."""
+    bert = {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
+    few = folder(tmp_path, {**bert, "num_hidden_layers": 1, "max_position_embeddings": 64})
+    with pytest.raises(InputError, match=r"the model has 64 positions(.|\n)*`--seq-len 64`"):
+        wazn.estimate(few, engine="trace", method="full", seq_len=65)
+    answer = wazn.estimate(few, engine="trace", method="full", seq_len=64)
+    assert answer.model.family == "bert"
+
+
 def test_another_version_than_the_installed_one_cannot_be_rehearsed() -> None:
     """A rehearsal runs what is there; it does not pretend to be another version."""
     with pytest.raises(InputError, match=r"hf@4\.41.*\n.*pip install 'transformers==4\.41\.\*'"):

@@ -21,8 +21,9 @@ def command(query: tuple[str, ...], output_format: str, lang: str) -> None:
     QUERY: words of a name or a family, such as `llama 8b`; without one, all models. Other models work too: by their
     Hugging Face id, or from a folder with a config.json.
 
-    "parameters" are counted from the configuration; "estimate" says whether a run can be weighed. "published count"
-    says how the count agrees with the published total of the checkpoint: exact; exact after exclusions (of what
+    "parameters" come from the configuration. "counted" says whether a run is counted in milliseconds; the others are
+    rehearsed with the real library code, in seconds, where torch is installed (`wazn trace`). "published count"
+    says how the number agrees with the published total of the checkpoint: exact; exact after exclusions (of what
     transformers does not build); within 0.2%; label-only (none is published, only a name such as 7B); same count as its
     base (the base's total is published); fitted field (a size of the configuration was inferred from the total).
     """

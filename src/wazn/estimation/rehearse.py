@@ -118,7 +118,16 @@ def _rehearse(
         if error.name is not None and error.name.split(".")[0] == "wazn":
             raise
         raise MissingExtra("a rehearsal", extra="trace") from error
-    return rehearse(config, recipe, script, progress=progress)
+    try:
+        return rehearse(config, recipe, script, progress=progress)
+    except Unsupported as error:
+        positions = config.get("max_position_embeddings")
+        if isinstance(positions, int) and recipe.seq_len > positions:
+            raise InputError(
+                f"`--seq-len {recipe.seq_len}`: the model has {positions:,} positions, and its code stops beyond",
+                hint=f"`--seq-len {positions}`",
+            ) from error
+        raise
 
 
 def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:

@@ -67,7 +67,7 @@ _MODEL_COLUMNS = (
     Column(heading="model"),
     Column(heading="family", drop=3),
     Column(heading="parameters", right=True),
-    Column(heading="estimate", drop=1),
+    Column(heading="counted", drop=1),
     Column(heading="published count", drop=2),
 )
 
@@ -75,7 +75,7 @@ _MODEL_COLUMNS = (
 def models_table(
     models: Sequence[CatalogueModel], *, families: frozenset[str], width: int | None
 ) -> str:
-    """Return the models with their parameters, whether wazn can estimate them, and how sure the count is."""
+    """Return the models with their parameters, whether the tape counts them, and how sure the count is."""
     rows = [
         (
             model.id,
