@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from wazn.dtypes import BFLOAT16, FLOAT32, UINT8, Dtype
+from wazn.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, Dtype
 from wazn.errors import Unsupported
 from wazn.recipe import Optimizer, Recipe
 from wazn.simulate.tape import Parameter, Tape, Tensor
@@ -407,6 +407,8 @@ def make_optimizer(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) 
 def clip_gradients(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
     """torch.nn.utils.clip_grad_norm_ with foreach: a norm per chunk and gradient, the norm of norms, a factor.
 
+    Gradients of one type at a time, those in fp32 first.
+
     Source: torch/nn/utils/clip_grad.py, `_get_total_norm` and `_clip_grads_with_norm_`; `foreach_tensor_norm_cuda` in
     aten/src/ATen/native/cuda/ForeachReduceOp.cu.
     """
@@ -414,18 +416,30 @@ def clip_gradients(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) 
         return
     tape.enter(Phase.CLIP)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    num_tensors = sum(tape.copies.get(parameter.layer, 1) for parameter in trained)
     tape.label = "norm"
-    most_chunks = max((ceil_div(p.numel, _CHUNK_ELEMENTS) for p in trained), default=0)
+    groups = [
+        [p for p in trained if p.grad is not None and p.grad.dtype is dtype]
+        for dtype in (FLOAT32, FLOAT16, BFLOAT16)
+    ]
+    norms = [_norms(tape, group) for group in groups if group]
+    num_tensors = sum(tape.copies.get(parameter.layer, 1) for parameter in trained)
+    stacked = tape.new(num_tensors, FLOAT32)
+    total = tape.new(1, FLOAT32)
+    del stacked, total
+    for group in reversed([group for group in groups if group]):
+        release(tape, group, norms.pop())
+
+
+def _norms(tape: Tape, group: Sequence[Parameter]) -> list[Tensor]:
+    """torch._foreach_norm of gradients of one type."""
+    num_tensors = sum(tape.copies.get(parameter.layer, 1) for parameter in group)
+    most_chunks = max(ceil_div(parameter.numel, _CHUNK_ELEMENTS) for parameter in group)
     of_chunks = tape.new(num_tensors * most_chunks, FLOAT32)
     norms = []
-    for parameter in trained:
+    for parameter in group:
         tape.enter_layer(parameter.layer)
         assert parameter.grad is not None
         norms.append(tape.new_tagged(1, parameter.grad.dtype, Category.TEMPORARY, "norm"))
     tape.enter_layer(None)
     del of_chunks
-    stacked = tape.new(num_tensors, FLOAT32)
-    total = tape.new(1, FLOAT32)
-    del stacked, total
-    release(tape, trained, norms)
+    return norms
