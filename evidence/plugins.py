@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from evidence.triton_stand_in import triton_stand_in
 from wazn.recipe import Recipe
 from wazn.trace.adapters import make_trainable
 from wazn.trace.bnb_library import without_library
-from wazn.trace.imports import patched
+from wazn.trace.imports import patched, when_imported
+from wazn.trace.liger import sees_triton
 
 __all__ = ["PLUGINS", "adapt_with"]
 
@@ -29,6 +29,7 @@ _FUSED = {"fast_loss": True, "fast_rms_layernorm": True, "fast_rope_embeddings":
 _LIGER = {**_FUSED, "fast_loss": "fused_ce_liger"}
 _OVER_BNB = {"base_layer": "bitsandbytes", "fused_lora": True}
 _OVER_GPTQ = {"base_layer": "auto_gptq", "fused_lora": True}
+_PACKAGES = ("fms_acceleration_foak", "fms_acceleration_peft")
 _TRAINING = "training.fused_ops_and_kernels"
 _QUANTISED = "peft.quantization.fused_ops_and_kernels"
 
@@ -59,11 +60,15 @@ def adapt_with(name: str, *, group_size: int = 128) -> Callable[[Any, Recipe], A
             _base_of(model).quantization_method = "bitsandbytes"
         if not (base or section):
             return model
-        import bitsandbytes.functional  # before there is a `triton`, for which it would have kernels
+        import bitsandbytes.functional
 
         # an A100 to code that asks while it is imported
         card = {"device_count": lambda: 1, "get_device_capability": lambda *_: (8, 0)}
-        with triton_stand_in(), without_library(bitsandbytes.functional), patched(torch.cuda, card):
+        with (
+            when_imported({}, executed_in=dict.fromkeys(_PACKAGES, sees_triton)),
+            without_library(bitsandbytes.functional),
+            patched(torch.cuda, card),
+        ):
             if base == "gptq":
                 model = _with_gptq(model, recipe, group_size)
             if section:

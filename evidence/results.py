@@ -27,6 +27,7 @@ class Result:
     """A rehearsed row.
 
     setup: the key of what was run; rows of one setup share all but the measurement.
+    length: of the batches: `fixed`, or `inferred` from another row.
     metric, measured_bytes: of the row; None where the run ran out of memory.
     device_bytes: reserved and the CUDA context, as nvidia-smi would show it.
     left_bytes: allocated when training has ended; measured_left_bytes where the source says it.
@@ -37,6 +38,7 @@ class Result:
     row: str
     setup: str
     environment: str
+    length: str
     versions: Mapping[str, str]
     metric: str
     measured_bytes: int | None
@@ -57,6 +59,7 @@ class Result:
             row=row.id,
             setup=setup.key,
             environment=setup.environment,
+            length=setup.length,
             metric=row.peak_metric,
             measured_bytes=row.peak_bytes if row.outcome == "ok" else None,
             measured_left_bytes=row.left_bytes if row.outcome == "ok" else None,
@@ -65,7 +68,15 @@ class Result:
 
     def answer(self) -> Mapping[str, Any]:
         """What the rehearsal said, without the row."""
-        of_row = ("row", "setup", "environment", "metric", "measured_bytes", "measured_left_bytes")
+        of_row = (
+            "row",
+            "setup",
+            "environment",
+            "length",
+            "metric",
+            "measured_bytes",
+            "measured_left_bytes",
+        )
         return {name: value for name, value in asdict(self).items() if name not in of_row}
 
     @property

@@ -81,6 +81,8 @@ class Row:
     source_path: str
     model: str
     method: str
+    lora_rank: int | None
+    lora_targets: str | None
     micro_batch: int | None
     seq_len: int | None
     seq_len_kind: str | None

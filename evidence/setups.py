@@ -25,6 +25,8 @@ class Setup:
 
     config: a catalogue name, or a path within the project.
     config_changes: keys of the config.json that the run changed.
+    length: `fixed` where every batch of the run had the length of `options`, `inferred` where the longest had it, which
+        was found from another row.
     options: as `wazn.estimate` takes them.
     script: fields of `wazn.trace.script.Script`.
     plugins: the name of a configuration in `evidence.plugins`; "" for none.
@@ -37,11 +39,13 @@ class Setup:
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     script: Mapping[str, Any] = field(default_factory=dict)
     plugins: str = ""
+    length: str = "fixed"
 
     @property
     def key(self) -> str:
-        """A short name that no other setup has."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """A short name that nothing else has that is run."""
+        run = {name: value for name, value in asdict(self).items() if name != "length"}
+        text = json.dumps(run, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -56,10 +60,16 @@ def setup_of(row: Row, environments: Mapping[str, Environment]) -> Setup | LeftO
     """Return what a row ran, or why it cannot be run again."""
     if row.source_repo == "foundation-model-stack/fms-acceleration":
         return _of_fms(row, environments)
+    if row.source_path.startswith("method_comparison/MetaMathQA"):
+        return _of_peft(row, environments)
     return LeftOut(reason=_reason(row))
 
 
 def _reason(row: Row) -> str:
+    if row.source_repo == "modelscope/ms-swift":
+        return (
+            "model code of 2024-01 that is no part of transformers, under transformers 4.36 or 4.37"
+        )
     if row.seq_len_kind in ("max", "dataset", "mean"):
         return "the length of its batches is known to the data alone"
     if row.peak_metric == "unknown":
@@ -138,7 +148,7 @@ def _of_fms(row: Row, environments: Mapping[str, Environment]) -> Setup | LeftOu
         gpu="a100-80gb",
         options=options,
         config_changes=changes,
-        script={"use_cache": True},  # transformers' default; checkpointing switches it off
+        script={"loop": "trainer", "use_cache": True},  # the default; checkpointing switches it off
         plugins=_PLUGINS[framework],
     )
 
@@ -148,3 +158,55 @@ def _targets(row: Row) -> str:
     if row.quant == "nf4" and row.source_path.endswith("a100_80gb.csv"):
         names.append("c_attn")  # `accelerated-peft-bnb` in scenarios.yaml; only santacoder has it
     return ",".join(names)
+
+
+# PEFT's comparison of methods (method_comparison/MetaMathQA/run.py): a loop of its own, batches of 4 padded to their
+# longest sample, out of buckets of 80 samples sorted by length; no checkpointing
+
+# All runs of 5,000 steps see the same batches. How long the longest is, only the tokenizer and the data know: 768
+# tokens at most. This is the length at which rank 32 (transformers 4.57.1) reserves what was measured; the other rows
+# have no say in it.
+_LONGEST_BATCH = 684
+_NOT_PLAIN_LORA = {
+    "bdlora": "a variant of LoRA that wazn has no option for",
+    "mica": "a variant of LoRA that wazn has no option for",
+    "lorafa": "an optimizer of PEFT's that trains one half of each adapter",
+    "steps1000": "a run of other batches, whose longest is known to the data alone",
+}
+
+
+def _of_peft(row: Row, environments: Mapping[str, Environment]) -> Setup | LeftOut:
+    for name, reason in _NOT_PLAIN_LORA.items():
+        if name in row.id:
+            return LeftOut(reason=reason)
+    version = row.framework.rpartition(" ")[2]
+    environment = next(
+        item
+        for item in environments.values()
+        if item.pins["transformers"] == version and "method_comparison/MetaMathQA" in item.sources
+    )
+    major, minor, _ = version.split(".")
+    options: dict[str, Any] = {
+        "stack": f"hf@{major}.{minor}",
+        "method": "full" if row.method == "full" else "lora",
+        "precision": "bf16",
+        "optimizer": "adamw",
+        "micro_batch": row.micro_batch,
+        "seq_len": _LONGEST_BATCH,
+        "checkpointing": "none",
+        "attention": "sdpa",
+        "keep_outputs": True,  # `outputs` lives until the next batch has its own
+    }
+    if row.method != "full":
+        options |= {
+            "rank": row.lora_rank,
+            "targets": row.lora_targets,
+            "dora": row.method == "dora",
+        }
+    return Setup(
+        environment=environment.name,
+        config="meta-llama/Llama-3.2-3B",
+        gpu="l40s",
+        options=options,
+        length="inferred",
+    )

@@ -24,7 +24,7 @@ from wazn.errors import Unsupported
 from wazn.trace.imports import Patch, patched
 from wazn.units import ceil_div
 
-__all__ = ["EXECUTED_IN", "PATCHES", "apply_liger"]
+__all__ = ["EXECUTED_IN", "PATCHES", "apply_liger", "sees_triton"]
 
 
 def apply_liger(model: Any, **config: bool) -> None:
@@ -122,7 +122,7 @@ _TRITON = _make_triton()
 
 
 @contextmanager
-def _sees_triton(module: ModuleType) -> Iterator[None]:
+def sees_triton(module: ModuleType) -> Iterator[None]:
     """Let the `import` statements of one module find Triton: PyTorch and others ask whether it is there, and it is not.
 
     The statement calls `__import__` of the module's own `__builtins__`.
@@ -214,4 +214,4 @@ PATCHES: dict[str, Patch] = {
     "liger_kernel.transformers.monkey_patch": _transformers_as_before,
     "triton.runtime.jit": _kernels_do_nothing,
 }
-EXECUTED_IN: dict[str, Patch] = {"liger_kernel": _sees_triton}
+EXECUTED_IN: dict[str, Patch] = {"liger_kernel": sees_triton}
