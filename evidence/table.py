@@ -70,7 +70,7 @@ class Statistics:
 
 def explanations(file: Path = _EXPLAINED) -> dict[str, tuple[str, str]]:
     """Return cause and proof by row id, from `explained.toml`."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for entry in tomllib.loads(file.read_text(encoding="utf-8"))["explained"]:
         found |= dict.fromkeys(entry["rows"], (entry["cause"], entry["proof"]))
     return found
@@ -185,18 +185,18 @@ def _left_out(rows: list[Row], environments: Mapping[str, Environment]) -> str:
 def _far(
     rows: list[Row], results: Mapping[str, Result], explained: Mapping[str, tuple[str, str]]
 ) -> str:
-    """List allocated and reserved rows beyond 3 %, with their causes."""
+    """List the rows beyond 3 % that PyTorch measured, with their causes."""
     by_cause: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
-        result = results.get(row.id)
-        if result is not None and result.error is not None and abs(result.error) > FAR:
-            cause = explained.get(row.id, ("not explained", ""))
-            by_cause[cause].append(f"{row.id.removeprefix('fms-')} {_signed(result.error)}")
+        error = results[row.id].error if row.id in results else None
+        if row.peak_metric != "nvidia-smi" and error is not None and abs(error) > FAR:
+            why = explained.get(row.id, ("Not explained.", ""))
+            by_cause[why].append(f"`{row.id}` {_signed(error)}")
     if not by_cause:
-        return ""
-    lines = ["Beyond 3 %:", ""]
+        return "No row that PyTorch measured is further off than 3 %."
+    lines = ["Further off than 3 %, of what PyTorch measured:", ""]
     for (cause, proof), names in by_cause.items():
-        lines.append(f"- {cause} {proof} ({', '.join(names)})".replace("  ", " "))
+        lines.append(f"- {', '.join(names)}: {cause} {proof}")
     return "\n".join(lines)
 
 
