@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 import transformers.utils.import_utils as import_utils
 
+from wazn.errors import Unsupported
 from wazn.trace.tracker import DEVICE
 from wazn.trace.world import World
 
@@ -46,6 +48,27 @@ def test_optimizers_and_clipping_choose_foreach() -> None:
         operations = {event.op for event in world.tracker.events}
     assert "aten._foreach_norm.Scalar" in operations
     assert "aten._foreach_sqrt.default" in operations
+
+
+def test_flex_attention_is_refused() -> None:
+    """Run eagerly it would write out the scores that its compiled kernel avoids."""
+    import transformers.integrations.flex_attention  # which imports the function by name
+    from torch.nn.attention import flex_attention
+
+    with World(), pytest.raises(Unsupported, match="FlexAttention"):
+        transformers.integrations.flex_attention.flex_attention(None, None, None)
+    with World(), pytest.raises(Unsupported, match="FlexAttention"):
+        flex_attention.create_block_mask(None, None, None, 8, 8)
+    assert flex_attention.flex_attention.__module__ == "torch.nn.attention.flex_attention"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
+def test_what_is_compiled_runs_eagerly() -> None:
+    """A compiler would look at data; the function itself is run: 8 bytes for its result."""
+    double = torch.compile(lambda x: x * 2)
+    with World() as world:
+        made = double(torch.empty(2, device="cuda"))
+        assert world.tracker.maker(made) == "aten.mul.Tensor"
 
 
 def test_without_torch_the_extra_is_named() -> None:

@@ -191,8 +191,9 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
 
 
 def _patch_imports() -> Callable[[], None]:
-    """Put in what transformers 4.43 to 4.53 imports from flash-attn when it is itself imported (4.52 and 4.53 have None in
-    its place); return the way back.
+    """Put in what transformers 4.43 to 4.53 imports from flash-attn when it is itself imported; return the way back.
+
+    4.52 and 4.53 have None in its place.
     """
     module = sys.modules.get("transformers.modeling_flash_attention_utils")
     missing = {
