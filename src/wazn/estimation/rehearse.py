@@ -112,8 +112,11 @@ def rehearse_run(
 def _rehearse(
     config: Any, recipe: Recipe, script: Script, progress: Callable[[float], None] | None
 ) -> Rehearsal:
+    from wazn.trace.starting import uncollected
+
     try:
-        from wazn.trace.step import rehearse
+        with uncollected():
+            from wazn.trace.step import rehearse
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "wazn":
             raise

@@ -14,8 +14,10 @@ from wazn.errors import Unsupported
 from wazn.recipe import Checkpointing, Loss, Recipe
 from wazn.timeline.events import Phase
 from wazn.trace.adapters import make_base, make_trainable
+from wazn.trace.batches import PAD, task_of_model
 from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
+from wazn.trace.liger import apply_liger, require_liger
 from wazn.trace.loop import PlainLoop
 from wazn.trace.marks import head_of, mark_loss, name_gradients, name_model
 from wazn.trace.models import build_model
@@ -26,6 +28,7 @@ from wazn.trace.refusals import refusals
 from wazn.trace.rehearsal import Rehearsal
 from wazn.trace.sandbox import sandbox
 from wazn.trace.script import Loop, Script, Task, needs_reference
+from wazn.trace.starting import nothing_compiled, objects_frozen, uncollected
 from wazn.trace.tracker import StorageTracker, tensors_in
 from wazn.trace.world import World
 
@@ -67,7 +70,9 @@ def _rehearse(
         script = replace(script, task=Task.SEQUENCE_CLASSIFICATION)
     if script.loop not in (Loop.PLAIN, Loop.TRAINER) and adapt is make_trainable:
         adapt = make_base  # TRL adds adapters itself
-    with flash_attn_stand_in():
+    if script.liger:
+        require_liger()
+    with uncollected(), nothing_compiled(), flash_attn_stand_in():
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = adapt(model, recipe)
@@ -81,7 +86,7 @@ def _rehearse(
     places.of_model(model)
     if progress is not None:
         places.on_call = _progress_of(places, recipe, script, progress)
-    with flash_attn_stand_in(), places.watching(), world:
+    with objects_frozen(), flash_attn_stand_in(), places.watching(), world:
         tracker = world.tracker
         tracker.phase = Phase.LOAD
         world.materialise(model)
@@ -89,6 +94,8 @@ def _rehearse(
         name_model(tracker, model, give_quant_states(model) if quantised else [])
         mark_loss(tracker, model)
         if script.loop is Loop.PLAIN:
+            if script.liger:
+                apply_liger(model)
             name_gradients(tracker, model)
             optimizer = make_optimizer(recipe.optimizer.value, model, tracker)
             loop = PlainLoop(tracker, model, optimizer, recipe, script)
@@ -127,6 +134,8 @@ def _train(
 def _switch_on_training(model: Any, recipe: Recipe, script: Script) -> None:
     """Switch on what a script switches on by itself; the Trainers have arguments for checkpointing."""
     model.train()
+    if task_of_model(model) is Task.SEQUENCE_CLASSIFICATION and model.config.pad_token_id is None:
+        model.config.pad_token_id = PAD  # it looks for the last token before the padding
     if script.loop is Loop.PLAIN:
         switch_on_checkpointing(model, recipe.checkpointing, every=recipe.checkpoint_every)
     if recipe.inputs_require_grad and hasattr(model, "get_base_model"):
