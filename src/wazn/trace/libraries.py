@@ -15,7 +15,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from wazn.errors import Unsupported
-from wazn.trace import liger
+from wazn.trace import liger, selective_scan
 from wazn.trace.bnb_library import without_library
 from wazn.trace.imports import Patch, patched, when_imported
 from wazn.trace.tracker import StorageTracker
@@ -33,6 +33,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "torchao.optim.adam": _torchao,
         **dict.fromkeys(_FLEX, _without_flex),
         **liger.PATCHES,
+        **selective_scan.patches(),
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
     with (
