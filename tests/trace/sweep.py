@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from tests.recipes import BF16, lora_recipe, make_recipe
 from wazn.dtypes import FLOAT32
 from wazn.facts.models import list_models, resolve_model
-from wazn.recipe import Checkpointing
+from wazn.recipe import Adapter, Checkpointing
 from wazn.trace.script import Script, Task
 from wazn.trace.step import rehearse
 
@@ -66,6 +66,13 @@ LACKING: dict[str, dict[str, Any]] = {
 }
 # Types whose code multiplies bf16 by fp32, which stops on a GPU as well.
 IN_FP32 = ("xlnet", "xlstm")
+# What adapters are put on where `peft` refuses `all-linear` or stops on it: a projection of state-space models, not
+# routers that are linear layers and return two tensors, not a classifier whose last layer is saved beside them.
+TARGETS = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), ("in_proj",)),
+    **dict.fromkeys(("llama4", "llama4_text", "phimoe"), ("q_proj", "v_proj")),
+    "distilbert": ("q_lin", "v_lin"),
+}
 
 
 class Case(NamedTuple):
@@ -130,7 +137,9 @@ def run(case: Case, *, adapted: bool, num_layers: int | None = None) -> dict[str
     assert whole.peak_bytes > 0
     if adapted:
         kept = Checkpointing.FULL if _has_checkpointing(config, task) else Checkpointing.NONE
-        few = rehearse(config, lora_recipe(checkpointing=kept, **choices), script)
+        targets = TARGETS.get(config["model_type"], ("all-linear",))
+        adapter = Adapter(rank=16, targets=targets)
+        few = rehearse(config, lora_recipe(checkpointing=kept, adapter=adapter, **choices), script)
         assert 0 < few.num_trainable_parameters < whole.num_trainable_parameters
     return {"task": str(task or resolve_task(config, script)), "layers": layers}
 
