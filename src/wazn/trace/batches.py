@@ -21,6 +21,7 @@ from wazn.trace.script import Script, Task
 
 __all__ = [
     "EOS",
+    "PAD",
     "TOKEN",
     "WORD",
     "Samples",
@@ -31,6 +32,7 @@ __all__ = [
     "tokenizer",
 ]
 
+PAD = 1
 TOKEN = 4  # of the only word there is
 WORD = "word"
 EOS = "<eos>"

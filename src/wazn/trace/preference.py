@@ -237,8 +237,8 @@ def _reward(run: _Run) -> Any:
 
 def _grpo(run: _Run) -> Any:
     """Completions come from a function of the script's own (`rollout_func`), as from an engine beside the training."""
-    cls = run.trl.GRPOTrainer
-    if "rollout_func" not in inspect.signature(cls.__init__).parameters:
+    cls = getattr(run.trl, "GRPOTrainer", None)
+    if cls is None or "rollout_func" not in inspect.signature(cls.__init__).parameters:
         raise Unsupported(
             "GRPO needs a TRL whose `GRPOTrainer` takes a `rollout_func`", hint=_UPGRADE
         )

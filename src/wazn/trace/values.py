@@ -163,8 +163,14 @@ class KnownValues:
             else:
                 positions = self._shaped(_ATEN.nonzero.default, (known,), {})
             tracker.observe(positions, op=str(_ATEN.nonzero.default))
-            indices += _ATEN.unbind.int(positions, 1)
-        return self(tracker, func, (args[0], indices, *args[2:]), kwargs)
+            columns = _ATEN.unbind.int(positions, 1)
+            value = self._value(positions)
+            if value is not None:
+                self._note(_ATEN.unbind.int, (value, 1), {}, columns)
+            indices += columns
+        result = self(tracker, func, (args[0], indices, *args[2:]), kwargs)
+        tracker.observe(result, op=str(func))  # while the positions are there
+        return result
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor with its data, or None where that is not known."""
