@@ -111,6 +111,13 @@ _SCRIPT = (
         help="TRL's: what forward saves goes to the host.",
     ),
     option(
+        "--liger",
+        is_flag=True,
+        default=None,
+        group="Rehearsal",
+        help="Liger kernels, with the package liger-kernel (pip install --no-deps is enough).",
+    ),
+    option(
         "--trust-remote-code",
         is_flag=True,
         group="Rehearsal",
@@ -119,7 +126,8 @@ _SCRIPT = (
 )
 _SCRIPT_NAMES = (
     "loop", "task", "optim", "padding", "packing", "target_len", "num_images", "image_size", "prompt_len",
-    "num_generations", "reference", "reserved_bytes", "activation_offloading", "trust_remote_code",
+    "num_generations", "reference", "reserved_bytes", "activation_offloading", "liger",
+    "trust_remote_code",
 )  # fmt: skip
 
 

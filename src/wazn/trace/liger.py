@@ -27,6 +27,18 @@ from wazn.units import ceil_div
 __all__ = ["EXECUTED_IN", "PATCHES", "apply_liger", "sees_triton"]
 
 
+def require_liger() -> None:
+    """Make sure that the package is installed; nothing stands for it, because what it holds depends on its version.
+
+    Raises: Unsupported.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Unsupported(
+            "Liger kernels are rehearsed with the package liger-kernel, which is not installed",
+            hint="pip install --no-deps liger-kernel (it needs neither Triton nor a GPU for this)",
+        )
+
+
 def apply_liger(model: Any, **config: bool) -> None:
     """Put the kernels into a model of transformers, as `use_liger_kernel=True` of `TrainingArguments` does.
 
@@ -34,14 +46,9 @@ def apply_liger(model: Any, **config: bool) -> None:
 
     Args:
         config: which kernels, such as `rope` or `fused_linear_cross_entropy`; the package's choice otherwise.
-    Raises: Unsupported if the package is not installed; nothing stands for it, because what it holds depends on its
-        version.
+    Raises: Unsupported if the package is not installed.
     """
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise Unsupported(
-            "Liger kernels are rehearsed with the package liger-kernel, which is not installed",
-            hint="pip install --no-deps liger-kernel (it needs neither Triton nor a GPU for this)",
-        )
+    require_liger()
     monkey_patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
 
     if hasattr(model, "get_base_model"):

@@ -1,9 +1,7 @@
-"""Real optimizers on fake tensors: those of PyTorch, bitsandbytes and transformers, in Trainer's parameter
-groups.
+"""Real optimizers on fake tensors: those of PyTorch, bitsandbytes and transformers, in Trainer's parameter groups.
 
-The kernels of bitsandbytes update tensors in place and return nothing, so they are skipped; the states are
-made by its own code. Paged states live in managed memory outside PyTorch's allocator and count as host
-memory here.
+These are for a loop of our own. The real Trainer makes its own by the name in `TrainingArguments.optim`; what
+bitsandbytes and others must believe for either is in `wazn.trace.libraries`.
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ from wazn.trace.tracker import StorageTracker
 __all__ = ["OPTIMIZERS", "make_optimizer", "overrides_forgotten"]
 
 _LEARNING_RATE = 1e-5
-_SMALLEST_PAGED = (
-    100_000  # elements; `Optimizer8bit.get_state_buffer` in bitsandbytes/optim/optimizer.py
-)
 
 
 def make_optimizer(name: str, model: Any, tracker: StorageTracker) -> torch.optim.Optimizer:

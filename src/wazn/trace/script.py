@@ -50,6 +50,7 @@ class Script:
     code_folder: a local folder whose own model code is run (`--trust-remote-code`); None runs none.
     num_images: in each sample of an image-text model.
     image_size: (height, width) of each image, pixels; None is the size that the model's processor makes of a square.
+    liger: the model has Liger kernels, as with `use_liger_kernel` of `TrainingArguments`.
 
     Of the plain loop alone:
 
@@ -83,6 +84,7 @@ class Script:
     code_folder: str | None = None
     num_images: int = 0
     image_size: tuple[int, int] | None = None
+    liger: bool = False
     num_items: bool = True
     attention_mask: bool = True
     raise_outputs: bool = True
