@@ -34,7 +34,8 @@ def test_the_collector_rests_and_comes_back() -> None:
 @pytest.mark.usefixtures("_nothing_frozen")
 def test_garbage_made_inside_is_found() -> None:
     """What was there before is passed over, a cycle made inside is collected, and afterwards nothing is frozen."""
-    with objects_frozen():
+    with uncollected(), objects_frozen():
+        assert gc.isenabled()
         assert gc.get_freeze_count() > 1000
         cycle: list[object] = []
         cycle.append(cycle)

@@ -21,6 +21,7 @@ from wazn.facts.stacks import Habits, resolve_stack, stack_versions
 from wazn.model.fields import MOST_LAYERS, printable
 from wazn.model.spec import ModelSpec
 from wazn.recipe import Recipe
+from wazn.trace.starting import uncollected
 
 if TYPE_CHECKING:
     from wazn.trace.rehearsal import Rehearsal
@@ -42,6 +43,7 @@ def can_rehearse() -> bool:
     return all(_installed(name) is not None for name in OLDEST)
 
 
+@uncollected()  # nearly all that is made here stays
 def rehearse_run(
     source: ModelSource,
     options: Options,
@@ -112,11 +114,8 @@ def rehearse_run(
 def _rehearse(
     config: Any, recipe: Recipe, script: Script, progress: Callable[[float], None] | None
 ) -> Rehearsal:
-    from wazn.trace.starting import uncollected
-
     try:
-        with uncollected():
-            from wazn.trace.step import rehearse
+        from wazn.trace.step import rehearse
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "wazn":
             raise

@@ -30,15 +30,18 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Look for garbage only among what is made while the context lasts."""
-    if gc.get_freeze_count():  # somebody else's
-        yield
-        return
-    gc.freeze()
+    """Look for garbage only among what is made while the context lasts; there the collector is on, as in a real run."""
+    was_enabled, is_ours = gc.isenabled(), not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    gc.enable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_enabled:
+            gc.disable()
+        if is_ours:
+            gc.unfreeze()
 
 
 def nothing_compiled() -> AbstractContextManager[None]:
