@@ -399,7 +399,7 @@ def _listed_moe(
     """transformers 4: a module per expert; its names are those of that version."""
 
     def named(item: Linear, prefix: str = "") -> Linear:
-        return replace(item, name=v4_name(f"{prefix}{item.name}", spec))
+        return replace(item, name=v4_name(f"{prefix}{item.name}", spec), subclass=False)
 
     def mlp(item: MlpSpec, prefix: str = "") -> MlpModule:
         gate = None if item.gate is None else named(item.gate, prefix)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from wazn.model.spec import Linear, Norm
 from wazn.simulate.norms import NORMS
-from wazn.simulate.ops import add, linear
+from wazn.simulate.ops import add, linear, view
 from wazn.simulate.tape import Parameter, Tape, Tensor
 
 __all__ = ["LinearModule", "Module", "NormModule"]
@@ -34,9 +34,10 @@ class LinearModule:
         """x: [..., in_features]; returns [..., out_features]."""
         tape.label = self.spec.name
         spec = self.spec
-        if spec.subclass and self.bias is not None:
-            out = linear(tape, x, self.weight, None, out_features=spec.out_features)
-            return add(tape, out, self.bias)
+        if spec.subclass:
+            # input @ weight.T: of a view, autocast caches no cast (FalconLinear)
+            out = linear(tape, x, view(tape, self.weight), None, out_features=spec.out_features)
+            return out if self.bias is None else add(tape, out, self.bias)
         return linear(
             tape, x, self.weight, self.bias, out_features=spec.out_features, conv1d=spec.conv1d
         )

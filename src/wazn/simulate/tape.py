@@ -119,7 +119,9 @@ class Tape:
         return tag
 
     def new(self, numel: int, dtype: Dtype) -> Tensor:
-        """Allocate a tensor of the current category and label."""
+        """Allocate a tensor of the current category and label; an empty one takes no memory."""
+        if not numel:
+            return Tensor(None, 0, dtype)
         tag = self._tag_cache.get((self.category, self.label)) or self.tag(
             self.category, self.label
         )
