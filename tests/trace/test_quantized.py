@@ -128,9 +128,11 @@ def test_a_4bit_layer_saves_nothing_and_spells_out_its_weight_twice(double_quant
 def test_an_8bit_layer_keeps_its_input() -> None:
     """MatMul8bitLt saves its input; the weight is one byte per value, and its scales one fp32 per output.
 
-    Forward: the input in fp16, quantised with an fp32 scale per row, the product in int32 and in fp16, the
-    result. Backward: the weight in the input's type, its scales, the gradient. `MatMul8bitLt` in
-    bitsandbytes/autograd/_functions.py.
+    Forward: the input in fp16, an fp32 scale per row, the input in bytes; its absolute values and which of them are
+    outliers, to find the columns (one is assumed: an int64, a zero, 2 bytes per row, 7 per output); the product in
+    int32, in fp16 and in the input's type, and with the column added. Backward: the weight in the input's type, its
+    scales, the gradient. Source: `MatMul8bitLt` in bitsandbytes/autograd/_functions.py, backends/cuda/ops.py
+    (`int8_vectorwise_quant`), backends/default/ops.py (`int8_mixed_scaled_mm`).
     """
     model = tiny_llama()
     quantise_linears_8bit(model)
@@ -144,8 +146,10 @@ def test_an_8bit_layer_keeps_its_input() -> None:
         trace = measure_op(lambda y: layer(y * 2), x, world=world)
     rows, values = 2048, 2048 * HIDDEN
     half, product = values * 2, rows * INNER
-    assert trace.saved_bytes == half  # y * 2
+    assert trace.saved_bytes == half + rows * 2  # y * 2 and the column
     forward = [size for size in trace.changes("forward") if size > 0]
-    assert forward == [half, half, values, rows * 4, product * 4, product * 2, product * 2]
+    quantised = [half, rows * 4, values, half, values, HIDDEN, 8, 1]
+    column = [rows * 2, INNER, INNER * 4, INNER * 2]
+    assert forward == [half, *quantised, *column, product * 4, *[product * 2] * 3]
     backward = [size for size in trace.changes("backward") if size > 0]
     assert backward == [HIDDEN * INNER * 2, INNER * 4, half, half]

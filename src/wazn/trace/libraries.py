@@ -15,9 +15,10 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from wazn.errors import Unsupported
-from wazn.trace import liger, selective_scan
+from wazn.trace import fast_kernels, liger
 from wazn.trace.bnb_library import without_library
 from wazn.trace.imports import Patch, patched, when_imported
+from wazn.trace.outliers import one_outlier_column
 from wazn.trace.tracker import StorageTracker
 
 __all__ = ["libraries_on_cuda"]
@@ -33,7 +34,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "torchao.optim.adam": _torchao,
         **dict.fromkeys(_FLEX, _without_flex),
         **liger.PATCHES,
-        **selective_scan.patches(),
+        **fast_kernels.patches(),
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
     with (
@@ -187,6 +188,7 @@ def _bitsandbytes(tracker: StorageTracker, package: ModuleType) -> Iterator[None
     with (
         without_library(functional),
         patched(functional, dict.fromkeys(kernels, _do_nothing)),
+        one_outlier_column(functional),
         patched(functions, {"MatMul8bitFp": getattr(functions, "MatMul8bitLt", None)}),
         _buffers_on_host("optimizer.Optimizer8bit", "get_state_buffer", tracker),
         _buffers_on_host("ademamix.AdEMAMix", "_get_state_double_buffer", tracker),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wazn.trace.outliers import has_outlier_operators
 from wazn.trace.tracker import DEVICE
 from wazn.units import ceil_div
 
@@ -27,6 +28,7 @@ __all__ = [
 
 _BLOCK = 64
 _NESTED_BLOCK = 256
+_OUTLIER_THRESHOLD = 6.0  # `llm_int8_threshold` of transformers' BitsAndBytesConfig
 
 
 def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4") -> None:
@@ -60,15 +62,22 @@ def quantise_linears(model: Any, *, double_quant: bool, quant_type: str = "nf4")
 
 
 def quantise_linears_8bit(model: Any) -> None:
-    """Replace the same layers by 8-bit ones, without decomposition of outliers (whose number depends on
-    data).
+    """Replace the same layers by 8-bit ones, with the threshold for outliers that transformers sets.
+
+    Before bitsandbytes 0.46 without one: its outliers cannot be assumed there.
     """
     from bitsandbytes.nn import Linear8bitLt
 
+    threshold = _OUTLIER_THRESHOLD if has_outlier_operators() else 0.0
     dtype = model.dtype
     for name, shape, has_bias in _linears(model):
         layer = Linear8bitLt(
-            shape[1], shape[0], has_bias, has_fp16_weights=False, threshold=0.0, device="meta"
+            shape[1],
+            shape[0],
+            has_bias,
+            has_fp16_weights=False,
+            threshold=threshold,
+            device="meta",
         )
         weight = torch.empty(shape, dtype=torch.int8, device="meta")
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -78,7 +87,7 @@ def quantise_linears_8bit(model: Any) -> None:
             layer.bias = torch.nn.Parameter(layer.bias.to(dtype), requires_grad=False)
         model.set_submodule(name, layer)
     model.is_loaded_in_8bit = True
-    _sign(model, load_in_8bit=True, llm_int8_threshold=0.0)
+    _sign(model, load_in_8bit=True, llm_int8_threshold=threshold)
 
 
 def _sign(model: Any, **options: Any) -> None:
