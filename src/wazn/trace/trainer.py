@@ -113,6 +113,8 @@ def training_arguments(cls: Any, folder: str, recipe: Recipe, script: Script, **
         **_checkpointing(cls, recipe),
         **more,
     }
+    if script.liger:
+        choices["use_liger_kernel"] = True
     optim = script.optim or _OPTIM.get(recipe.optimizer)
     if optim is not None:
         choices["optim"] = optim
@@ -151,7 +153,7 @@ def run(
 
     loss_outside: the trainer computes its loss itself, from what the model returned.
 
-    Raises: InputError where an optimizer needs a package that is not there.
+    Raises: InputError where an optimizer needs a package that is not there, and for fp16 gradients under a GradScaler.
     """
     from transformers import PrinterCallback
 
@@ -163,6 +165,13 @@ def run(
             trainer.train()
         except ImportError as error:
             raise InputError(f"the optimizer cannot be made: {error}") from error
+        except ValueError as error:
+            if "FP16 gradients" not in str(error):
+                raise
+            raise InputError(
+                "what is trained in fp16 has gradients in fp16, which the GradScaler of fp16 autocast refuses",
+                hint="train weights in fp32: `--weight-dtype float32`, or adapters in fp32",
+            ) from error
 
 
 def _keep_every(model: Any, every: int) -> Any:
