@@ -408,10 +408,14 @@ def _eager(
     mask = context.mask(spec.window)
     if mask is not None:
         weights = add(tape, weights, mask)
-    weights = _PROBABILITIES.get(spec.code, _fp32_softmax)(
-        tape, weights, query, value, sinks, context
-    )
-    weights = dropout(tape, weights, spec.dropout)
+    if sinks is None:
+        softmax_of = _PROBABILITIES.get(spec.code, _fp32_softmax)
+        weights = softmax_of(tape, weights, query, value)
+        weights = dropout(tape, weights, spec.dropout)
+    else:  # the name of the scores is bound again once what comes of them has been cast
+        _combined, probabilities = _softmax_with_sinks(tape, weights, sinks, context)
+        scores = narrow(tape, probabilities, weights.numel)
+        weights = to(tape, dropout(tape, scores, spec.dropout), value.dtype)
     out = matmul_heads(
         tape,
         weights,
@@ -470,8 +474,6 @@ def _fp32_softmax(
     weights: Tensor,
     query: Tensor,
     value: Tensor,
-    sinks: Tensor | None,
-    context: Context,
 ) -> Tensor:
     """softmax(weights, dtype=float32).to(query.dtype)."""
     return to(tape, softmax(tape, weights, FLOAT32), query.dtype)
@@ -482,8 +484,6 @@ def _own_softmax(
     weights: Tensor,
     query: Tensor,
     value: Tensor,
-    sinks: Tensor | None,
-    context: Context,
 ) -> Tensor:
     """softmax(weights) in the type of the scores, fp32 under autocast, then the type of the values (GPT-2, GPT-J)."""
     dtype = weights.dtype if tape.autocast_dtype is None else FLOAT32
@@ -494,24 +494,20 @@ def _own_softmax(
 def _softmax_with_sinks(
     tape: Tape,
     weights: Tensor,
-    query: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     context: Context,
-) -> Tensor:
-    """A column of learned logits joins the scores and is dropped after the softmax (GPT-OSS)."""
-    assert sinks is not None
+) -> tuple[Tensor, Tensor]:
+    """A column of learned logits joins the scores (GPT-OSS); return what both were joined to, which keeps its name, and
+    its softmax.
+    """
     rows = weights.numel // context.seq_len
     expanded = expand(tape, sinks, rows)
     combined = cat(tape, (weights, expanded))
     combined = sub(tape, combined, max_of_rows(tape, combined, rows))
-    dtype = combined.dtype
-    probabilities = softmax(tape, combined, dtype)
-    return narrow(tape, probabilities, weights.numel)
+    return combined, softmax(tape, combined, combined.dtype)
 
 
 _PROBABILITIES: dict[str, Callable[..., Tensor]] = {
     "gpt2": _own_softmax,
     "gptj": _own_softmax,
-    "gpt_oss": _softmax_with_sinks,
 }
