@@ -90,6 +90,13 @@ def _case(family: str, method: str, checkpointing: str, attention: str, number: 
     )
 
 
+# the names of `Held.levels` and of `Held.peaks`
+LEVELS = tuple(
+    f"after {phase}, step {step}" for step in (1, 2) for phase in ("forward", "backward")
+)
+PEAKS = ("peak of forward and loss", "peak of backward", "peak of the update")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """What a run held, in bytes, each block rounded to 512.
