@@ -10,63 +10,18 @@ causal_conv1d/causal_conv1d_interface.py and csrc/causal_conv1d.cpp of causal-co
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.amp.autocast_mode import custom_bwd, custom_fwd
 
-from wazn.errors import Unsupported
 from wazn.trace.autocast import autocast_dtype
-from wazn.trace.imports import Patch, patched
 from wazn.units import ceil_div
 
-__all__ = ["causal_conv1d_fn", "mamba_inner_fn", "patches", "selective_scan_fn"]
+__all__ = ["causal_conv1d_fn", "conv_backward", "mamba_inner_fn", "selective_scan_fn"]
 
 _TOKENS_PER_CHUNK = 2048  # `n_chunks` in selective_scan.cpp
-_FIRST_KIND = ("mamba", "falcon_mamba", "jamba", "zamba")
-
-
-def patches() -> dict[str, Patch]:
-    """Return what puts the stand-ins into the modules of transformers that are imported.
-
-    Since 5.16 each module has a function of its own that calls the package, before it has the package's or None.
-    """
-    made: dict[str, Patch] = {}
-    for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
-        kind = name.rpartition(".modeling_")[2]
-        if kind in _FIRST_KIND:
-            made[name] = _all_kernels
-        elif callable(sys.modules[name].__dict__.get("causal_conv1d_fn")):
-            made[name] = _convolution
-    return made
-
-
-def _all_kernels(module: ModuleType) -> AbstractContextManager[None]:
-    return patched(
-        module,
-        {
-            "causal_conv1d_fn": causal_conv1d_fn,
-            "causal_conv1d_update": _not_in_training,
-            "mamba_inner_fn": mamba_inner_fn,
-            "mamba_selective_scan": selective_scan_fn,
-            "selective_scan_fn": selective_scan_fn,
-            "selective_state_update": _not_in_training,
-            "is_fast_path_available": True,
-            "_lazy_load_causal_conv1d": lambda: (_not_in_training, causal_conv1d_fn),
-        },
-    )
-
-
-def _convolution(module: ModuleType) -> AbstractContextManager[None]:
-    return patched(module, {"causal_conv1d_fn": causal_conv1d_fn})
-
-
-def _not_in_training(*args: Any, **kwargs: Any) -> Any:
-    raise Unsupported("generation token by token is not rehearsed")
 
 
 def causal_conv1d_fn(
@@ -98,10 +53,10 @@ class _CausalConv1d(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         if grad_out.stride(2) != 1 and grad_out.stride(1) != 1:
             grad_out = grad_out.contiguous()
-        return _conv_backward(x, weight, bias, grad_out, torch.empty_like(x))
+        return conv_backward(x, weight, bias, grad_out, torch.empty_like(x))
 
 
-def _conv_backward(
+def conv_backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -323,7 +278,7 @@ class _MambaInner(torch.autograd.Function):
         grad_x_weight = torch.einsum("Br,Bd->rd", grad_projected, _tokens_first(convolved))
         grad_convolved.addmm_(x_weight.t(), grad_projected.t())
         grad_convolved = grad_convolved.view(channels, batch, tokens).transpose(0, 1)
-        _, grad_conv_weight, grad_conv_bias = _conv_backward(
+        _, grad_conv_weight, grad_conv_bias = conv_backward(
             x, conv_weight, conv_bias, grad_convolved, grad_x
         )
         del grad_y

@@ -1,0 +1,65 @@
+"""Which packages of kernels count as installed: mamba-ssm and causal-conv1d, where transformers looks for them.
+
+Its own code for these layers is slow and holds far more: nobody trains with it who can install the packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+from wazn.errors import Unsupported
+from wazn.trace.chunk_scan import mamba_split_conv1d_scan_combined
+from wazn.trace.imports import Patch, patched
+from wazn.trace.selective_scan import causal_conv1d_fn, mamba_inner_fn, selective_scan_fn
+
+__all__ = ["patches"]
+
+_FIRST_KIND = ("mamba", "falcon_mamba", "jamba", "zamba")
+
+
+def patches() -> dict[str, Patch]:
+    """Return what puts the stand-ins into the modules of transformers that are imported.
+
+    Since 5.16 each module has a function of its own that calls the package, before it has the package's or None.
+    """
+    made: dict[str, Patch] = {}
+    for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
+        kind = name.rpartition(".modeling_")[2]
+        if kind in _FIRST_KIND:
+            made[name] = _all_kernels
+        elif callable(sys.modules[name].__dict__.get("causal_conv1d_fn")):
+            made[name] = _newer_kernels
+    return made
+
+
+def _all_kernels(module: ModuleType) -> AbstractContextManager[None]:
+    return patched(
+        module,
+        {
+            "causal_conv1d_fn": causal_conv1d_fn,
+            "causal_conv1d_update": _not_in_training,
+            "mamba_inner_fn": mamba_inner_fn,
+            "mamba_selective_scan": selective_scan_fn,
+            "selective_scan_fn": selective_scan_fn,
+            "selective_state_update": _not_in_training,
+            "is_fast_path_available": True,
+            "_lazy_load_causal_conv1d": lambda: (_not_in_training, causal_conv1d_fn),
+        },
+    )
+
+
+def _newer_kernels(module: ModuleType) -> AbstractContextManager[None]:
+    return patched(
+        module,
+        {
+            "causal_conv1d_fn": causal_conv1d_fn,
+            "mamba2_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        },
+    )
+
+
+def _not_in_training(*args: Any, **kwargs: Any) -> Any:
+    raise Unsupported("generation token by token is not rehearsed")
