@@ -4,8 +4,8 @@
 
 Shape legend: B batch, L tokens, H heads, P head size, G groups, N states, c chunks of Q tokens.
 Source: mamba_ssm/ops/triton of mamba-ssm 2.3: ssd_combined.py, whose helpers in ssd_chunk_state.py, ssd_chunk_scan.py,
-ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py are named below. Left out is what Triton allocates while it tries
-kernels for the first time.
+ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py are named below. Left out is what Triton allocates while it
+tries kernels for the first time.
 """
 
 from __future__ import annotations
