@@ -366,6 +366,9 @@ def _replacements(card: Card, memory: _Memory) -> list[tuple[Any, dict[str, Any]
         "get_memory_info": memory.info,
         **levels,
     }
+    memory_of_accelerator = getattr(
+        torch.accelerator, "memory", torch.accelerator
+    )  # a module since 2.9
     return [
         (torch, {"Generator": _Generator}),
         (torch.version, {"cuda": _CUDA_VERSION}),
@@ -373,5 +376,5 @@ def _replacements(card: Card, memory: _Memory) -> list[tuple[Any, dict[str, Any]
         (torch.cuda.memory, of_memory),
         (torch.cuda.random, of_random),
         (torch.accelerator, of_accelerator),
-        (torch.accelerator.memory, {**levels, "get_memory_info": memory.info}),
+        (memory_of_accelerator, {**levels, "get_memory_info": memory.info}),
     ]
