@@ -1,4 +1,4 @@
-"""Which packages of kernels count as installed: mamba-ssm and causal-conv1d, where transformers looks for them.
+"""Which packages of kernels count as installed: mamba-ssm, causal-conv1d and flash-linear-attention.
 
 Its own code for these layers is slow and holds far more: nobody trains with it who can install the packages.
 """
@@ -12,11 +12,17 @@ from typing import Any
 
 from wazn.errors import Unsupported
 from wazn.trace.chunk_scan import mamba_split_conv1d_scan_combined
+from wazn.trace.delta_rule import chunk_gated_delta_rule
 from wazn.trace.imports import Patch, patched
 from wazn.trace.selective_scan import causal_conv1d_fn, mamba_inner_fn, selective_scan_fn
 
 __all__ = ["patches"]
 
+_SINCE_5_16 = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "mamba2_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+}
 _FIRST_KIND = ("mamba", "falcon_mamba", "jamba", "zamba")
 
 
@@ -30,7 +36,7 @@ def patches() -> dict[str, Patch]:
         kind = name.rpartition(".modeling_")[2]
         if kind in _FIRST_KIND:
             made[name] = _all_kernels
-        elif callable(sys.modules[name].__dict__.get("causal_conv1d_fn")):
+        elif any(callable(sys.modules[name].__dict__.get(kernel)) for kernel in _SINCE_5_16):
             made[name] = _newer_kernels
     return made
 
@@ -52,13 +58,7 @@ def _all_kernels(module: ModuleType) -> AbstractContextManager[None]:
 
 
 def _newer_kernels(module: ModuleType) -> AbstractContextManager[None]:
-    return patched(
-        module,
-        {
-            "causal_conv1d_fn": causal_conv1d_fn,
-            "mamba2_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
-        },
-    )
+    return patched(module, _SINCE_5_16)
 
 
 def _not_in_training(*args: Any, **kwargs: Any) -> Any:
