@@ -43,7 +43,7 @@ def test_what_is_saved_again_is_an_activation(kind: Checkpointing) -> None:
 
 @pytest.mark.parametrize("kind", [Checkpointing.FULL, Checkpointing.FULL_REENTRANT])
 def test_a_layer_that_runs_again_has_its_name(kind: Checkpointing) -> None:
-    """The residual additions of a recomputed layer are the layer's own, though transformers checkpoints its `forward`."""
+    """Residual additions of a recomputed layer are the layer's own, though only its `forward` is checkpointed."""
     events = born(CONFIGS["llama"], make_recipe(checkpointing=kind), Phase.BACKWARD)
     own = of_module(events, "model.layers.1")
     assert {event.num_bytes for event in own} == {2 * 512 * 256 * 2}
@@ -51,7 +51,7 @@ def test_a_layer_that_runs_again_has_its_name(kind: Checkpointing) -> None:
 
 
 def test_what_surrounds_the_head_is_of_the_logits() -> None:
-    """Gemma 2 caps its logits, [2, 512, 1024], outside the head and the loss, in three steps; adapters change nothing."""
+    """Gemma 2 caps its logits, [2, 512, 1024], outside the head and the loss, in three steps, with adapters too."""
     for recipe in (make_recipe(), lora_recipe(dropout=0.0)):
         config = {**CONFIGS["gemma2"], "final_logit_softcapping": 30.0}
         events = of_module(born(config, recipe, Phase.FORWARD), "")
