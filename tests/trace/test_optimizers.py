@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wazn.errors import InputError
-from wazn.trace.optimizers import OPTIMIZERS, make_optimizer, overrides_forgotten
+from wazn.trace.optimizers import OPTIMIZERS, make_optimizer
 from wazn.trace.tracker import DEVICE
 from wazn.trace.world import World
 
@@ -111,11 +111,11 @@ def test_muon_keeps_momentum_of_matrices_and_adamw_has_the_rest() -> None:
 
 
 def test_8bit_optimizers_keep_embeddings_in_32_bits() -> None:
-    """`Trainer.create_optimizer` registers them with bitsandbytes' GlobalOptimManager, which is then forgotten."""
+    """`Trainer.create_optimizer` registers them with bitsandbytes' GlobalOptimManager; a world has its own."""
     from bitsandbytes.optim import GlobalOptimManager
 
     model = torch.nn.Sequential(torch.nn.Embedding(100, 64, device="meta"))
-    with overrides_forgotten(), World() as world:
+    with World() as world:
         world.materialise(model)
         model[0].weight.grad = torch.empty_like(model[0].weight)
         optimizer = make_optimizer("adamw-8bit", model, world.tracker)

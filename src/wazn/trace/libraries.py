@@ -179,8 +179,8 @@ def _accelerate(state: ModuleType) -> Iterator[None]:
 def _bitsandbytes(tracker: StorageTracker, package: ModuleType) -> Iterator[None]:
     """8-bit layers in training take the product that they take on CUDA (on the CPU they dequantise their weight);
     the optimizers' kernels, which update in place and return nothing, are skipped; paged states, which live in
-    managed memory outside PyTorch's allocator, are made in host memory. Exceptions that Trainer registers for the
-    embeddings are those of one world.
+    managed memory outside PyTorch's allocator, are made in host memory. Settings of single parameters are
+    those of one world: they are known by the address of a Python object, and another model's may have the same.
     """
     functional = sys.modules["bitsandbytes.functional"]
     functions = sys.modules["bitsandbytes.autograd._functions"]

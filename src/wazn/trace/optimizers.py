@@ -6,9 +6,7 @@ bitsandbytes and others must believe for either is in `wazn.trace.libraries`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ import torch
 from wazn.errors import InputError
 from wazn.trace.tracker import StorageTracker
 
-__all__ = ["OPTIMIZERS", "make_optimizer", "overrides_forgotten"]
+__all__ = ["OPTIMIZERS", "make_optimizer"]
 
 _LEARNING_RATE = 1e-5
 
@@ -48,21 +46,6 @@ def _keep_embeddings_in_32_bits(model: Any) -> None:
         if isinstance(module, torch.nn.Embedding):
             manager = GlobalOptimManager.get_instance()
             manager.register_module_override(module, "weight", {"optim_bits": 32})
-
-
-@contextmanager
-def overrides_forgotten() -> Iterator[None]:
-    """Let bitsandbytes forget, when the context ends, which parameters have settings of their own.
-
-    It knows them by the address of their Python objects, as long as the process lives: others may have the same.
-    """
-    try:
-        yield
-    finally:
-        if "bitsandbytes" in sys.modules:
-            from bitsandbytes.optim import GlobalOptimManager
-
-            GlobalOptimManager.get_instance().initialize()
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from wazn.trace.liger import apply_liger, require_liger
 from wazn.trace.loop import PlainLoop
 from wazn.trace.marks import head_of, mark_loss, name_gradients, name_model
 from wazn.trace.models import build_model
-from wazn.trace.optimizers import make_optimizer, overrides_forgotten
+from wazn.trace.optimizers import make_optimizer
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.refusals import refusals
@@ -54,7 +54,7 @@ def rehearse(
     Raises: InputError, Unsupported.
     """
     _refuse(recipe)
-    with sandbox(), refusals(), overrides_forgotten():
+    with sandbox(), refusals():
         return _rehearse(config, recipe, script, adapt, progress)
 
 
