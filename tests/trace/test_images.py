@@ -79,6 +79,17 @@ def test_llama_4_lays_images_on_tiles_and_adds_the_whole(size: tuple[int, int], 
     assert picture.tokens.count(config.image_token_id) == tiles * 24 * 24 // 4
 
 
+def test_llava_with_pixtrals_tower_ends_each_row_with_a_token() -> None:
+    """Patches of 16 x 16, not merged: 640 x 320 are 40 rows of 20 image tokens, each row with one more token."""
+    config = _config("mistral-community/pixtral-12b")
+    picture = picture_of(config, (640, 320))
+    assert picture.pixels == (1, 3, 640, 320)
+    assert picture.tokens.count(config.image_token_index) == 40 * 20
+    assert len(picture.tokens) == 40 * 21
+    with pytest.raises(InputError, match="any size"):
+        picture_of(config, None)
+
+
 def test_a_size_is_asked_for_where_it_matters() -> None:
     """Qwen2-VL takes images of any size: none given is a question back, as is a size of zero."""
     config = _config("Qwen/Qwen2-VL-2B-Instruct")

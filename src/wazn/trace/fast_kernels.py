@@ -1,13 +1,14 @@
-"""Which packages of kernels count as installed: mamba-ssm, causal-conv1d and flash-linear-attention.
+"""Which packages of kernels count as installed: mamba-ssm, causal-conv1d, flash-linear-attention, and RWKV's own.
 
-Its own code for these layers is slow and holds far more: nobody trains with it who can install the packages.
+The code that transformers has for these layers itself goes token by token or writes out what the kernels do not, so
+nobody trains with it who can install them.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from wazn.errors import Unsupported
@@ -36,6 +37,8 @@ def patches() -> dict[str, Patch]:
         kind = name.rpartition(".modeling_")[2]
         if kind in _FIRST_KIND:
             made[name] = _all_kernels
+        elif kind == "rwkv":
+            made[name] = _rwkv_kernels
         elif any(callable(sys.modules[name].__dict__.get(kernel)) for kernel in _SINCE_5_16):
             made[name] = _newer_kernels
     return made
@@ -59,6 +62,19 @@ def _all_kernels(module: ModuleType) -> AbstractContextManager[None]:
 
 def _newer_kernels(module: ModuleType) -> AbstractContextManager[None]:
     return patched(module, _SINCE_5_16)
+
+
+def _rwkv_kernels(module: ModuleType) -> AbstractContextManager[None]:
+    """They fill tensors that are handed to them: `RwkvLinearAttention` in modeling_rwkv.py, which runs as it is."""
+    names = ("forward", "forward_with_state", "backward")
+    filled = {f"{name}{suffix}": _fill for name in names for suffix in ("", "_bf16")}
+    return patched(
+        module, {"rwkv_cuda_kernel": SimpleNamespace(max_seq_length=sys.maxsize, **filled)}
+    )
+
+
+def _fill(*tensors: Any) -> None:
+    """Write into tensors that are there."""
 
 
 def _not_in_training(*args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ def picture_of(config: Any, size: tuple[int, int] | None) -> Picture:
             hint="known are " + ", ".join(f"`{name}`" for name in _RULES),
         )
     if size is None:
-        if config.model_type not in _ONE_SIZE:
+        if not _has_one_size(config):
             raise InputError(
                 f"`{config.model_type}` takes images of any size",
                 hint="say which: `--image-size 1024x768`",
@@ -65,6 +65,11 @@ def picture_of(config: Any, size: tuple[int, int] | None) -> Picture:
     if min(size) < 1:
         raise InputError(f"an image has a positive height and width, found {size[0]}x{size[1]}")
     return rule(config, *size)
+
+
+def _has_one_size(config: Any) -> bool:
+    is_square = config.model_type in ("llava", "gemma3", "paligemma")
+    return is_square and config.vision_config.model_type != "pixtral"
 
 
 def image_batch(
@@ -175,9 +180,11 @@ def _patches_per_side(vision: Any) -> int:
 
 def _llava(config: Any, height: int, width: int) -> Picture:
     """CLIP's square crop. Source: `LlavaProcessor.replace_image_token`; CLIP's class token is dropped by the default
-    `vision_feature_select_strategy`.
+    `vision_feature_select_strategy`. With Pixtral's tower it takes images of any size.
     """
     vision = config.vision_config
+    if vision.model_type == "pixtral":
+        return _mistral3(config, height, width)
     count = _patches_per_side(vision) ** 2 + _class_token(config)
     pixels = (1, vision.num_channels, vision.image_size, vision.image_size)
     return Picture(tokens=(image_token(config),) * count, pixels=pixels, integers={})
@@ -362,7 +369,7 @@ def _mistral3(config: Any, height: int, width: int) -> Picture:
     Source: `PixtralProcessor.replace_image_token`, `get_resize_output_image_size` in models/pixtral.
     """
     vision = config.vision_config
-    step = vision.patch_size * config.spatial_merge_size
+    step = vision.patch_size * getattr(config, "spatial_merge_size", 1)
     ratio = max(height, width) / vision.image_size
     if ratio > 1:
         height, width = int(height / ratio), int(width / ratio)
@@ -442,7 +449,6 @@ def _gemma4(config: Any, height: int, width: int) -> Picture:
     )
 
 
-_ONE_SIZE = ("llava", "gemma3", "paligemma")
 _RULES: dict[str, Callable[[Any, int, int], Picture]] = {
     "llava": _llava,
     "gemma3": _gemma3,
