@@ -11,7 +11,7 @@ from tests.sampling import is_due
 from tests.trace.test_step import TINY
 from tests.trace.test_trainer import MIXED, PHASES, named
 from wazn.dtypes import BFLOAT16
-from wazn.errors import InputError, Unsupported
+from wazn.errors import InputError
 from wazn.recipe import Attention, Checkpointing, KbitPreparation, Recipe
 from wazn.timeline.events import Category, Phase
 from wazn.trace.rehearsal import LOSS, Rehearsal
@@ -223,7 +223,18 @@ def test_what_a_trainer_refuses(script: Script, words: str) -> None:
         rehearse(TINY, make_recipe(), script)
 
 
-def test_activation_offloading_is_refused() -> None:
-    """It asks tensors for the name of their device, which is not that of a GPU here."""
-    with pytest.raises(Unsupported, match="offloading"):
-        rehearse(TINY, make_recipe(), replace(SFT, activation_offloading=True))
+def test_offloaded_checkpoints_take_no_room_on_the_card() -> None:
+    """Four layers more keep four hidden states of 2 x 512 x 256 x 2 bytes more until the loss; offloaded, nothing but
+    their weights: TRL holds the last five tensors that it sent away (`max_fwd_stash_size`), however many there are.
+    """
+    recipe = make_recipe(checkpointing=Checkpointing.FULL)
+
+    def more_at_the_loss(script: Script) -> int:
+        eight, twelve = (
+            rehearse({**TINY, "num_hidden_layers": count}, recipe, script) for count in (8, 12)
+        )
+        weights = named(twelve, Category.WEIGHTS) - named(eight, Category.WEIGHTS)
+        return twelve.peaks()[1, Phase.LOSS] - eight.peaks()[1, Phase.LOSS] - weights
+
+    assert more_at_the_loss(SFT) == 4 * 2 * 512 * 256 * 2
+    assert more_at_the_loss(replace(SFT, activation_offloading=True)) == 0

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,6 +30,7 @@ from wazn.trace.script import Loop, Reference, Script
 from wazn.trace.tracker import StorageTracker
 from wazn.trace.trainer import optimizers_for, own_environment, run, training_arguments
 from wazn.trace.trl_kernels import trl_on_cuda
+from wazn.trace.trl_offloading import offloading_on_cuda
 
 __all__ = ["train_with_trl"]
 
@@ -64,6 +66,7 @@ def train_with_trl(
         tempfile.TemporaryDirectory() as folder,
         own_environment(),
         trl_on_cuda(tracker),
+        offloading_on_cuda(tracker) if script.activation_offloading else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FutureWarning)
@@ -119,9 +122,7 @@ class _Run:
         if longest in known:
             more[longest] = self.recipe.seq_len
         if self.script.activation_offloading:
-            raise Unsupported(
-                "trl's activation offloading cannot be rehearsed: it asks each tensor whether it is on a GPU"
-            )
+            more["activation_offloading"] = True
         return training_arguments(cls, self.folder, self.recipe, self.script, **more)
 
     def trainer(self, cls: Any, rows: list[Row], **choices: Any) -> Any:
