@@ -89,6 +89,40 @@ def test_naming_the_card_as_a_device_means_the_device_of_the_world() -> None:
         assert not made[0].cpu().is_cuda
 
 
+def test_tensors_say_that_they_are_on_the_card() -> None:
+    """Libraries choose kernels by `tensor.device`; PyTorch's own Python code sees the device that the tensor has."""
+    with World() as world:
+        on_card = torch.empty(256, dtype=torch.uint8, device="cuda")
+        on_host = torch.empty(256, dtype=torch.uint8, device="cpu")
+        assert on_card.device == torch.device("cuda", 0)
+        assert on_host.device == torch.device("cpu")
+        assert (on_card.get_device(), on_host.get_device()) == (0, -1)
+        layer = torch.nn.Linear(8, 8, device="cuda")
+        assert layer.weight.device.type == "cuda"
+        made = torch.empty(256, dtype=torch.uint8, device=on_card.device)
+        assert world.tracker.block_id(made) is not None
+        seen_by_torch = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([[on_card]])
+        assert [device.type for device, _ in seen_by_torch] == ["cpu"]
+    assert on_card.device == DEVICE
+
+
+def test_addresses_tell_whether_memory_is_shared() -> None:
+    """A fake tensor has none: views differ by their offset, blocks begin at multiples of 512 as the allocator's do."""
+    with World():
+        tensor = torch.empty(8, 8, device="cuda")
+        assert tensor.data_ptr() % 512 == 0
+        assert tensor[2:].data_ptr() - tensor.data_ptr() == 2 * 8 * 4
+        assert tensor.data_ptr() != torch.empty(8, 8, device="cuda").data_ptr()
+
+
+def test_a_gradient_of_one_is_one() -> None:
+    """`torch.equal` is asked of a gradient that nobody knows: it is as in a healthy run; known values are compared."""
+    with World():
+        unknown = torch.empty((), device="cuda")
+        assert torch.equal(unknown, torch.tensor(1.0, device="cuda"))
+        assert not torch.equal(torch.zeros(2, device="cuda"), torch.ones(2, device="cuda"))
+
+
 def test_modules_move_to_the_card() -> None:
     """`Module.cuda()` and `Module.to("cuda")` move what is in host memory: 64 x 32 fp32; and back."""
     with World() as world:

@@ -45,6 +45,7 @@ _SHAPED_BY_VALUES = {
     _ATEN.unique_dim.default,
     _ATEN.bincount.default,
 }
+_ANSWERS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 _TAKE_MASKS = {
     _ATEN.index.Tensor,
     _ATEN.index_put.default,
@@ -77,6 +78,8 @@ class KnownValues:
             self._note(_ATEN.arange.default, args[:1], {"dtype": result.dtype}, result)
             return result
         first = args[0] if args else None
+        if type(first) in (int, float):  # `torch.div(512, 256)` is a tensor as well
+            return self._on_known(tracker, func, args, kwargs)
         if type(first) is list and first:
             first = first[0]
         if not isinstance(first, torch.Tensor) or self._value(first) is None:
@@ -95,7 +98,7 @@ class KnownValues:
             if func._schema.is_mutable:
                 self._forget(args[0])
             return self._run(tracker, func, args, kwargs)
-        if func is _ATEN._local_scalar_dense.default:
+        if func in _ANSWERS:
             with torch._C._DisableTorchDispatch():
                 return func(*values)
         if func in _SHAPED_BY_VALUES:
