@@ -38,6 +38,12 @@ def test_no_pixel_is_exactly_zero() -> None:
         assert int((pixels != 0.0).sum()) == pixels.numel()
 
 
+def test_numbers_made_of_numbers_are_known() -> None:
+    """Longformer counts its chunks with `torch.div(512, 256)`."""
+    with World():
+        assert int(torch.div(512, 256, rounding_mode="trunc")) == 2
+
+
 def test_integers_are_not_assumed() -> None:
     """What is unknown and whole stays unknown."""
     with World():
