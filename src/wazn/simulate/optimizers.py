@@ -20,7 +20,10 @@ from wazn.units import ceil_div
 __all__ = ["OptimizerModule", "clip_gradients", "make_optimizer"]
 
 _CHUNK_ELEMENTS = 65536
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+# the names that Trainer gives no weight decay, and those of `nn.LayerNorm`s, whose type it knows (GPT-2, Falcon, MPT)
+_NO_DECAY = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)(?:ln_[a-z0-9]+|norm_[12f])\."
+)
 
 
 class OptimizerModule(Protocol):
