@@ -14,6 +14,7 @@ import torch
 
 from wazn.recipe import Recipe
 from wazn.timeline.events import Category, Phase
+from wazn.trace.batches import lengths
 from wazn.trace.images import image_batch, sees_images
 from wazn.trace.marks import base_of, name_states
 from wazn.trace.script import Script
@@ -94,10 +95,17 @@ class PlainLoop:
             shapes["labels"] = shape[:1]
         elif base.config.is_encoder_decoder and self.script.target_len is not None:
             shapes["labels"] = (recipe.micro_batch, self.script.target_len)
-        return {
+        batch = {
             name: torch.empty(shape, dtype=torch.int64, device=DEVICE)
             for name, shape in shapes.items()
         }
+        if self.script.attention_mask and self.script.padding:
+            rows = [
+                [1] * length + [0] * (recipe.seq_len - length)
+                for length in lengths(recipe, self.script)
+            ]
+            batch["attention_mask"] = torch.tensor(rows).to(DEVICE)
+        return batch
 
     def _takes_num_items(self) -> bool:
         """Say whether the model hands unknown arguments on to its loss, as `Trainer` finds out since 4.46."""

@@ -48,6 +48,7 @@ class Script:
     capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
     matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's workspace.
     code_folder: a local folder whose own model code is run (`--trust-remote-code`); None runs none.
+    padding: the fraction by which all samples but the first of a micro-batch are shorter than it.
     num_images: in each sample of an image-text model.
     image_size: (height, width) of each image, pixels; None is the size that the model's processor makes of a square.
     liger: the model has Liger kernels, as with `use_liger_kernel` of `TrainingArguments`.
@@ -62,7 +63,6 @@ class Script:
     Of the Trainers alone:
 
     optim: the name for `TrainingArguments.optim`; None for the recipe's optimizer.
-    padding: the fraction by which all samples but the first of a micro-batch are shorter than it.
     packing: so many sequences are laid end to end in each sample, without padding; None for one sample to a row.
     target_len: tokens of the labels of an encoder-decoder; None for `seq_len`.
     activation_offloading: trl's: what forward saves for backward goes to the host.
