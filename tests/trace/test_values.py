@@ -99,3 +99,21 @@ def test_a_scaler_of_a_healthy_run_finds_no_infinity() -> None:
         scale = torch.full((), 2.0, device=DEVICE)
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], flag, scale)
         assert flag.item() == 0.0
+
+
+def test_inference_mode_hides_no_part_of_an_operation() -> None:
+    """A linear layer with a bias on [2, 3, 4] makes its product as outside inference mode, and a number is still asked
+    for: `item` and `linear` are composite, and arrive undivided where autograd is off altogether.
+    """
+
+    def ops(mode: bool) -> list[str]:
+        with World() as world, torch.inference_mode(mode), torch.no_grad():
+            layer = torch.nn.Linear(4, 8, device=DEVICE)
+            start = len(world.tracker.events)
+            torch.nn.functional.linear(
+                torch.empty((2, 3, 4), device=DEVICE), layer.weight.t().t(), layer.bias
+            )
+            assert torch.tensor(ROWS).to(DEVICE).sum().item() == 5
+            return [event.op for event in world.tracker.events[start:]]
+
+    assert ops(True) == ops(False)

@@ -24,7 +24,7 @@ from wazn.timeline.events import Category
 from wazn.trace.adapters import lora_config
 from wazn.trace.batches import TOKEN, WORD, lengths, tokenizer
 from wazn.trace.imports import patched
-from wazn.trace.marks import name_model, owner_of
+from wazn.trace.marks import base_of, name_model, owner_of
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.script import Loop, Reference, Script
 from wazn.trace.tracker import StorageTracker
@@ -237,12 +237,14 @@ def _reward(run: _Run) -> Any:
 
 
 def _grpo(run: _Run) -> Any:
-    """Completions come from a function of the script's own (`rollout_func`), as from an engine beside the training."""
+    """Completions come from outside, as from an inference engine: a `rollout_func`, or in its place before TRL 0.2x a
+    `generate` that answers at once.
+
+    Raises: InputError, Unsupported.
+    """
     cls = getattr(run.trl, "GRPOTrainer", None)
-    if cls is None or "rollout_func" not in inspect.signature(cls.__init__).parameters:
-        raise Unsupported(
-            "GRPO needs a TRL whose `GRPOTrainer` takes a `rollout_func`", hint=_UPGRADE
-        )
+    if cls is None:
+        raise Unsupported("the installed TRL has no `GRPOTrainer`", hint=_UPGRADE)
     if run.script.reference is Reference.PRECOMPUTED:
         raise InputError(
             "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"
@@ -257,12 +259,21 @@ def _grpo(run: _Run) -> Any:
             "logprobs": None,
         }
 
+    def generate(prompt_ids: Any = None, *, input_ids: Any = None, **_: Any) -> Any:
+        given = input_ids if prompt_ids is None else prompt_ids
+        return given.new_full((given.shape[0], prompt + completion), TOKEN)
+
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [float(index) for index in range(len(completions))]
 
     def second_model(path: str, **options: Any) -> Any:
         return run.reference  # which the trainer loads itself, from where the first one came
 
+    choices: dict[str, Any] = {"reward_funcs": [reward]}
+    if "rollout_func" in inspect.signature(cls.__init__).parameters:
+        choices["rollout_func"] = roll_out
+    else:
+        base_of(run.model).generate = generate
     arguments = run.arguments(
         run.trl.GRPOConfig,
         num_generations=run.script.num_generations,
@@ -270,8 +281,11 @@ def _grpo(run: _Run) -> Any:
         beta=_KL if run.script.reference is Reference.MODEL else 0.0,
     )
     rows = [{"prompt": _text(prompt)} for _ in range(run.recipe.micro_batch)]
-    with patched(sys.modules[cls.__module__], {"create_model_from_path": second_model}):
-        return run.trainer(cls, rows, args=arguments, reward_funcs=[reward], rollout_func=roll_out)
+    module = sys.modules[cls.__module__]
+    if run.reference is not None and not hasattr(module, "create_model_from_path"):
+        raise Unsupported("a second model in GRPO needs a newer TRL", hint=_UPGRADE)
+    with patched(module, {"create_model_from_path": second_model}):
+        return run.trainer(cls, rows, args=arguments, **choices)
 
 
 _TRAINERS: dict[Loop, Callable[[_Run], Any]] = {

@@ -65,6 +65,13 @@ class KnownValues:
         self, tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run `func(*args, **kwargs)`, or what stands for it, and return its result."""
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # composite operations arrive whole: nobody needs their parts' gradients
+            with tracker:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func in _TAKE_MASKS and any(_is_mask(index) for index in args[1]):
             return self._with_positions(tracker, func, args, kwargs)
         if func is _ATEN.masked_select.default:
