@@ -44,6 +44,11 @@ _CONSTANTS = {
 _UNSEEN = object()
 _META = torch.device("meta")
 
+# Looked up once: each is called for nearly every operation.
+_default_dtype = torch.get_default_dtype
+_make_subclass = torch.Tensor._make_subclass
+_BelowModes = torch._C._DisableTorchDispatch
+
 Maker = Callable[[list[Any]], Any]  # makes a result again, from the tensors among the arguments
 
 
@@ -62,7 +67,7 @@ class Recall:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `func(*args, **kwargs)`."""
-        parts: list[Any] = [func, torch.get_default_dtype()]
+        parts: list[Any] = [func, _default_dtype()]
         tensors: list[Any] = []
         try:
             _describe(args, parts, tensors)
@@ -185,7 +190,7 @@ def _new(result: Any) -> Maker:
     device, attributes = result.fake_device, dict(result.__dict__)
 
     def make(_: list[Any]) -> Any:
-        with torch._C._DisableTorchDispatch():
+        with _BelowModes():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         return _faked(bare, device, attributes)
 
@@ -200,7 +205,7 @@ def _view(result: Any, owner: int) -> Maker:
 
     def make(arguments: list[Any]) -> Any:
         storage = arguments[owner].untyped_storage()
-        with torch._C._DisableTorchDispatch():
+        with _BelowModes():
             bare = torch.empty(0, dtype=dtype, device=_META)
             bare.set_(storage, offset, shape, stride)
         return _faked(bare, device, attributes)
@@ -210,7 +215,7 @@ def _view(result: Any, owner: int) -> Maker:
 
 def _faked(bare: torch.Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
     """Do what `FakeTensor.__new__` does, with attributes that it has set before."""
-    made = torch.Tensor._make_subclass(
+    made = _make_subclass(
         FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device
     )
     made.__dict__ = attributes.copy()

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from wazn.timeline.events import Category
 from wazn.trace.places import NOWHERE, Place, Places
-from wazn.units import round_up
 
 __all__ = [
     "DEVICE",
@@ -53,21 +52,13 @@ class StorageEvent(NamedTuple):
     place: Place  # where in the model and in the code
 
 
-class _Block(NamedTuple):
-    block_id: int
-    num_bytes: int
-    op: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def rounded_bytes(num_bytes: int) -> int:
     """Return what PyTorch counts as allocated for a request: the next multiple of 512 bytes.
 
     >>> rounded_bytes(1), rounded_bytes(1024)
     (512, 1024)
     """
-    return round_up(num_bytes, ROUNDING_BYTES)
+    return (num_bytes + ROUNDING_BYTES - 1) // ROUNDING_BYTES * ROUNDING_BYTES
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
@@ -80,11 +71,17 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 _DEVICE_OF = torch.ops.prim.device.default
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 @cache
 def _name(func: Any) -> str:
     return str(func)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class StorageTracker(TorchDispatchMode):
@@ -111,7 +108,7 @@ class StorageTracker(TorchDispatchMode):
         )
         self.previous: Any = None  # the operation that ran last
         self._run_operation = run_operation
-        self._alive: dict[int, _Block] = {}
+        self._alive: dict[int, StorageEvent] = {}  # the allocation of each live block
         self._ids: dict[int, int] = {}  # address of a live storage -> its block
         self._host: set[int] = set()  # addresses of live storages in host memory
         self._deaths: dict[int, weakref.ref[Any]] = {}  # these record the frees
@@ -161,6 +158,8 @@ class StorageTracker(TorchDispatchMode):
             return self.destination == "host"
         if not self._host:
             return False
+        if args and type(args[0]) is FakeTensor and not self.is_on_host(args[0]):  # nearly always
+            return False
         found = False
         for tensor in tensors_in(args):
             if not self.is_on_host(tensor):
@@ -188,8 +187,8 @@ class StorageTracker(TorchDispatchMode):
         return self._ids.get(tensor.untyped_storage()._cdata)
 
     def alive(self) -> list[StorageEvent]:
-        """Return the live blocks in order of allocation, each as an allocation without marks."""
-        return [StorageEvent(*block, "", 0, NOWHERE) for block in self._alive.values()]
+        """Return the allocations of the live blocks, in order."""
+        return list(self._alive.values())
 
     def name(self, value: Any, category: Category, module: str = "") -> None:
         """Say what the blocks of the tensors in `value` are, and whose; what was said first stays."""
@@ -207,12 +206,12 @@ class StorageTracker(TorchDispatchMode):
             if storage._cdata in self._ids:
                 self._free(self._ids.pop(storage._cdata))
             else:
-                self._watch(storage)
+                self._watch(storage, storage._cdata)
             self._host.add(storage._cdata)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Say whether the tensor was declared to live in host memory; of a batch of vmap, what it wraps."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        while _is_wrapped(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()._cdata in self._host
 
@@ -239,12 +238,11 @@ class StorageTracker(TorchDispatchMode):
                 return
             self._free(known)  # resized: PyTorch allocates anew
         else:
-            self._watch(storage)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+            self._watch(storage, address)
+        dtype = _dtype_name(tensor.dtype)
         self._ids[address] = self._allocate(num_bytes, op, shape=tuple(tensor.shape), dtype=dtype)
 
-    def _watch(self, storage: Any) -> None:
-        address = storage._cdata
+    def _watch(self, storage: Any, address: int) -> None:
         self._deaths[address] = weakref.ref(storage, partial(self._forget, address))
 
     def _forget(self, address: int, _: Any) -> None:
@@ -255,18 +253,25 @@ class StorageTracker(TorchDispatchMode):
             self._free(block_id)
 
     def _allocate(self, num_bytes: int, op: str, *, shape: tuple[int, ...], dtype: str) -> int:
-        block = _Block(self._next_id, num_bytes, op, shape, dtype)
+        block_id = self._next_id
         self._next_id += 1
-        self._alive[block.block_id] = block
+        event = StorageEvent(
+            block_id, num_bytes, op, shape, dtype, self.phase, self.step, self.place
+        )
+        self._alive[block_id] = event
         self.current_bytes += rounded_bytes(num_bytes)
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes = self.current_bytes
         if num_bytes:
-            self.events.append(StorageEvent(*block, self.phase, self.step, self.place))
-        return block.block_id
+            self.events.append(event)
+        return block_id
 
     def _free(self, block_id: int) -> None:
-        block = self._alive.pop(block_id)
-        self.current_bytes -= rounded_bytes(block.num_bytes)
-        if block.num_bytes:
-            freed = block._replace(num_bytes=-block.num_bytes)
-            self.events.append(StorageEvent(*freed, self.phase, self.step, self.place))
+        _, num_bytes, op, shape, dtype, *_ = self._alive.pop(block_id)
+        self.current_bytes -= rounded_bytes(num_bytes)
+        if num_bytes:
+            self.events.append(
+                StorageEvent(
+                    block_id, -num_bytes, op, shape, dtype, self.phase, self.step, self.place
+                )
+            )
