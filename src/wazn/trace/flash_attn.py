@@ -130,7 +130,7 @@ def flash_attn_stand_in() -> Iterator[None]:
     sys.modules.update(modules)
     names = [name for name in sys.modules if name.split(".")[0] == "transformers"]
     undo = [_patch_flag(sys.modules[name]) for name in names]
-    undo.append(_patch_imports())
+    undo += [_patch_imports(), _patch_distributions()]
     try:
         yield
     finally:
@@ -186,6 +186,20 @@ def _patch_flag(module: ModuleType) -> Callable[[], None]:
             module.__dict__[names[0]] = flag
         if check is not None:
             matrix[2]["general_availability_check"] = check
+
+    return restore
+
+
+def _patch_distributions() -> Callable[[], None]:
+    """Say of which distribution the package is, where transformers (5.4 to 5.9) looks that up; return the way back."""
+    utils = sys.modules["transformers.utils.import_utils"]
+    known: Any = utils.__dict__.get("PACKAGE_DISTRIBUTION_MAPPING")
+    if not isinstance(known, dict) or "flash_attn" in known:
+        return lambda: None
+    known["flash_attn"] = ["flash-attn"]
+
+    def restore() -> None:
+        del known["flash_attn"]
 
     return restore
 
