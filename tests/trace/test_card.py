@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,22 @@ def test_modules_move_to_the_card() -> None:
             assert world.tracker.current_bytes == 64 * 32 * 4
             layer.to("cpu")
             assert world.tracker.current_bytes == 0
+
+
+def test_modules_are_copied() -> None:
+    """`copy.deepcopy` gives each parameter a block of its own, 64 x 64 fp32, once where it has two names."""
+    with World() as world:
+        model = torch.nn.ModuleList(torch.nn.Linear(64, 64, False, device="cuda") for _ in range(2))
+        model[1].weight = model[0].weight
+        model[0].weight.note = ["kept"]
+        before = world.tracker.current_bytes
+        made = copy.deepcopy(model)
+        assert world.tracker.current_bytes - before == 64 * 64 * 4
+        assert made[0].weight is made[1].weight
+        assert isinstance(made[0].weight, torch.nn.Parameter)
+        assert made[0].weight.note == ["kept"]
+        assert made[0].weight.note is not model[0].weight.note
+        assert not copy.deepcopy(torch.empty(2, device="cpu")).is_cuda
 
 
 def test_pinned_memory_is_on_the_host() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -303,6 +304,23 @@ def _data_ptr(habits: Habits, func: Any, tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata * ROUNDING_BYTES + offset_bytes
 
 
+def _deepcopy(
+    habits: Habits, func: Any, tensor: torch.Tensor, memo: dict[int, Any]
+) -> torch.Tensor:
+    """A copy in a block of its own, where the tensor is; PyTorch's copies the storage, which a fake one refuses."""
+    if id(tensor) not in memo:
+        made = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        else:
+            made.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = made
+        noted = {name: value for name, value in vars(tensor).items() if name not in vars(made)}
+        made.__dict__.update(deepcopy(noted, memo))  # what libraries noted on it
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
+
+
 def _pin_memory(
     habits: Habits, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -334,6 +352,7 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
     torch._C._nn._parse_to: _parse_to,
+    torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.pin_memory: _pin_memory,
     torch.Tensor.is_cuda.__get__: _is_cuda,

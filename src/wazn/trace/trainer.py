@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from traceback import extract_tb
 from typing import Any
 
 from wazn.dtypes import BFLOAT16, FLOAT16
@@ -118,6 +119,8 @@ def training_arguments(cls: Any, folder: str, recipe: Recipe, script: Script, **
     optim = script.optim or _OPTIM.get(recipe.optimizer)
     if optim is not None:
         choices["optim"] = optim
+    if choices.get("optim", "").startswith(("galore", "apollo")):
+        choices["optim_target_modules"] = "all-linear"  # they have no default
     known = {field.name for field in fields(cls)}
     unknown = choices.keys() - known
     if unknown:
@@ -153,7 +156,7 @@ def run(
 
     loss_outside: the trainer computes its loss itself, from what the model returned.
 
-    Raises: InputError where an optimizer needs a package that is not there, and for fp16 gradients under a GradScaler.
+    Raises: InputError where an optimizer cannot be made, and for fp16 gradients under a GradScaler.
     """
     from transformers import PrinterCallback
 
@@ -166,6 +169,8 @@ def run(
         except ImportError as error:
             raise InputError(f"the optimizer cannot be made: {error}") from error
         except ValueError as error:
+            if "create_optimizer" in [frame.name for frame in extract_tb(error.__traceback__)]:
+                raise InputError(f"the optimizer cannot be made: {error}") from error
             if "FP16 gradients" not in str(error):
                 raise
             raise InputError(
