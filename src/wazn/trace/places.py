@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class Places:
         self._starts: list[int] = []  # sequence numbers at which the module changed ...
         self._modules: list[str] = []  # ... and to which
         self._made: dict[int, Place] = {}  # by sequence number of the node
-        self._files: dict[CodeType, str] = {}  # "" for code that is passed over
+        self._files: dict[str, str] = {}  # "" for those that are passed over
         self._places: dict[tuple[str, str, int], Place] = {}
 
     def of_model(self, model: Any, *, under: str = "") -> None:
@@ -191,10 +191,10 @@ class Places:
     def _of_frame(self, frame: FrameType | None) -> Place:
         module = self._stack[-1] if self._stack else ""
         while frame is not None:
-            code = frame.f_code
-            file = self._files.get(code)
+            path = frame.f_code.co_filename
+            file = self._files.get(path)
             if file is None:
-                file = self._files[code] = _shown(code.co_filename)
+                file = self._files[path] = _shown(path)
             if file:
                 key = (module, file, frame.f_lineno)
                 place = self._places.get(key)
