@@ -80,6 +80,7 @@ class Row:
     source_repo: str
     source_path: str
     model: str
+    params_b: float | None
     method: str
     lora_rank: int | None
     lora_targets: str | None

@@ -79,6 +79,8 @@ def _reason(row: Row) -> str:
 
 # fms-acceleration
 
+_BYTES_IN_16_BITS = 2
+_CARD_GB = 86  # more than an A100-80GB has, in 10^9 bytes
 _CONFIGS = {
     "mistralai/Mistral-7B-v0.1": "mistralai/Mistral-7B-v0.1",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mistralai/Mixtral-8x7B-v0.1",  # the same sizes
@@ -122,6 +124,10 @@ _PLUGINS = {
 def _of_fms(row: Row, environments: Mapping[str, Environment]) -> Setup | LeftOut:
     if row.seq_len_kind != "fixed":
         return LeftOut(reason="the length of its batches is known to the data alone")
+    if row.quant == "none" and _BYTES_IN_16_BITS * (row.params_b or 0) > _CARD_GB:
+        return LeftOut(
+            reason="it ran out of memory: its weights alone are more than the card holds"
+        )
     environment = next(item for item in environments.values() if row.source_path in item.sources)
     config = _CONFIGS[row.model]
     major, minor, _ = environment.pins["transformers"].split(".")
