@@ -196,6 +196,19 @@ def test_8bit_product(has_outliers: bool, per_output: int) -> None:
     assert tape.forward_peak_bytes == rows * (4 + IN) + rows * OUT * per_output
 
 
+def test_8bit_product_under_autocast() -> None:
+    """The column of outliers is added by an addmm, which is on autocast's list: from fp32 the result is bf16.
+
+    So it is without autocast's knowledge of the operator itself: `int8_mixed_scaled_mm` in bitsandbytes 0.50,
+    backends/default/ops.py, is Python that runs while autocast is on.
+    """
+    spec = Spec((*MANY, IN), "float32", requires_grad=True)
+    tape = run_on_tape(
+        call, spec, autocast=BFLOAT16, prepare=lambda tape: tape_8bit(tape, has_outliers=True)
+    )
+    assert tape.kept_bytes == MANY[0] * MANY[1] * OUT * 2
+
+
 def test_8bit_input_outlives_checkpointing() -> None:
     """Checkpointing drops what autograd saves, not what a Python function keeps as an attribute: the 8-bit input
     stays.

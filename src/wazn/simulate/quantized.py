@@ -205,8 +205,9 @@ class Linear8bitModule:
 
         def backward(gradient: Tensor) -> tuple[Tensor]:
             dense = self._dense(tape, dtype)
+            raised = to(tape, gradient, dtype)
             for_x = tape.new(numel_x, dtype)
-            del dense
+            del dense, raised
             return (for_x.view_with_base(),)
 
         return tape.record(out, (x,), (), backward)
@@ -225,13 +226,16 @@ class Linear8bitModule:
 
     def _product(self, tape: Tape, rows: int, dtype: Dtype) -> Tensor:
         """int8_scaled_mm: an int32 product, its fp16 value, and that in the type of the input; outliers are added to
-        a new tensor.
+        a new tensor, by an addmm, which autocast lowers.
         """
         numel = rows * self.spec.out_features
         product = tape.new(numel, INT32)
         out = to(tape, tape.new(numel, FLOAT16), dtype)
         del product
-        return tape.new(numel, dtype) if self.has_outliers else out
+        if not self.has_outliers:
+            return out
+        lowered = to(tape, out, tape.autocast_dtype or dtype)
+        return tape.new(numel, lowered.dtype)
 
     def dense_weight(self, tape: Tape) -> Tensor:
         """int8_vectorwise_dequant: the weight times its scales, then times a number, in fp32."""
