@@ -61,6 +61,7 @@ def test_memory_is_what_the_caching_allocator_would_say() -> None:
         assert (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) == (1024, 2048)
         assert torch.cuda.memory_reserved() == 2 << 20
         assert torch.cuda.mem_get_info() == (RTX_4090.total_bytes - (2 << 20), RTX_4090.total_bytes)
+        assert "2048 KiB" in torch.cuda.memory_summary()
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 1024
         del first
@@ -208,7 +209,8 @@ def test_streams_and_events_do_nothing() -> None:
         end.record()
         end.synchronize()
         assert start.elapsed_time(end) == 1.0
-        torch.cuda.synchronize()
+        with torch.cuda.device(0), torch.cuda.device_of(torch.empty(1, device="cuda")):
+            torch.cuda.synchronize()
         torch.cuda.manual_seed_all(1)
         assert len(torch.cuda.get_rng_state_all()) == 1
 

@@ -14,6 +14,7 @@ found when the timeline is replayed against a capacity.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class _Memory:
         return self._allocator
 
     def stats(self, device: Any = None) -> dict[str, int]:
-        """Return the sums that `torch.cuda.memory_stats` calls `all`, and the counts of retries."""
+        """Return the sums that `torch.cuda.memory_stats` calls `all`, and the counts of retries; the rest is 0."""
         allocator = self._read()
         levels = {
             "allocated_bytes": (allocator.allocated_bytes, allocator.peak_allocated_bytes),
@@ -163,7 +164,8 @@ class _Memory:
             "requested_bytes": (allocator.requested_bytes, allocator.peak_requested_bytes),
             "reserved_bytes": (allocator.reserved_bytes, allocator.peak_reserved_bytes),
         }
-        result = {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
+        result: dict[str, int] = defaultdict(int)
+        result |= {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
         for name, (current, peak) in levels.items():
             result |= {f"{name}.all.current": current, f"{name}.all.peak": peak}
         return result
