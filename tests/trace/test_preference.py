@@ -11,11 +11,11 @@ from tests.sampling import is_due
 from tests.trace.test_step import TINY
 from tests.trace.test_trainer import MIXED, PHASES, named
 from wazn.dtypes import BFLOAT16
-from wazn.errors import InputError
+from wazn.errors import InputError, Unsupported
 from wazn.recipe import Attention, Checkpointing, KbitPreparation, Recipe
 from wazn.timeline.events import Category, Phase
 from wazn.trace.rehearsal import LOSS, Rehearsal
-from wazn.trace.script import Loop, Reference, Script, needs_reference
+from wazn.trace.script import Loop, Reference, Script, Task, needs_reference
 from wazn.trace.step import rehearse
 
 SFT, DPO, REWARD = (Script(loop=loop) for loop in (Loop.SFT, Loop.DPO, Loop.REWARD))
@@ -166,15 +166,6 @@ def test_a_reward_model_scores_pairs() -> None:
     assert rehearsal.num_parameters == 1_692_928 - 1000 * 256 + 256
 
 
-def test_what_an_inference_engine_keeps_is_in_every_phase() -> None:
-    """A slice of 1 GiB raises every peak by 1 GiB, and stands under workspaces."""
-    recipe = make_recipe(checkpointing=Checkpointing.FULL)
-    plain = rehearse(TINY, recipe, GRPO)
-    beside = rehearse(TINY, recipe, replace(GRPO, reserved_bytes=2**30))
-    assert {key: peak - 2**30 for key, peak in beside.peaks().items()} == plain.peaks()
-    assert named(beside, Category.WORKSPACES) == 2**30
-
-
 def test_grpo_trains_on_prompts_and_completions() -> None:
     """2 completions of 384 tokens after prompts of 128: the tile of the head has 768 rows, the prompts are left out."""
     script = replace(GRPO, prompt_len=128)
@@ -221,6 +212,27 @@ def test_what_a_trainer_refuses(script: Script, words: str) -> None:
     """The question is wrong, and the answer names what is."""
     with pytest.raises(InputError, match=words):
         rehearse(TINY, make_recipe(), script)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (replace(SFT, num_images=1), "language models and text"),
+        (replace(SFT, task=Task.SEQUENCE_CLASSIFICATION), "language models and text"),
+    ],
+    ids=["images", "a classifier"],
+)
+def test_what_needs_a_processor_is_left_to_trainer(script: Script, words: str) -> None:
+    """TRL calls the model's own processor for images, whose files are not there; the answer says which loop to take."""
+    with pytest.raises(Unsupported, match=words) as refused:
+        rehearse(TINY, make_recipe(), script)
+    assert "--loop trainer" in str(refused.value.hint)
+
+
+def test_only_sft_packs() -> None:
+    """A pair or a prompt is a row of its own."""
+    with pytest.raises(InputError, match="packs nothing"):
+        rehearse(TINY, make_recipe(), replace(DPO, packing=2))
 
 
 def test_offloaded_checkpoints_take_no_room_on_the_card() -> None:

@@ -22,11 +22,11 @@ from wazn.errors import InputError, MissingExtra, Unsupported
 from wazn.recipe import Recipe
 from wazn.timeline.events import Category
 from wazn.trace.adapters import lora_config
-from wazn.trace.batches import TOKEN, WORD, lengths, tokenizer
+from wazn.trace.batches import TOKEN, WORD, lengths, task_of_model, tokenizer
 from wazn.trace.imports import patched
 from wazn.trace.marks import base_of, name_model, owner_of
 from wazn.trace.quantized import give_quant_states
-from wazn.trace.script import Loop, Reference, Script
+from wazn.trace.script import Loop, Reference, Script, Task
 from wazn.trace.tracker import StorageTracker
 from wazn.trace.trainer import optimizers_for, own_environment, run, training_arguments
 from wazn.trace.trl_kernels import trl_on_cuda
@@ -51,6 +51,7 @@ def train_with_trl(
 
     Raises: InputError, Unsupported; MissingExtra without TRL.
     """
+    _refuse(model, script)
     try:
         import datasets
         import trl
@@ -59,7 +60,6 @@ def train_with_trl(
         raise MissingExtra("a rehearsal of a TRL trainer", extra="trace") from error
 
     datasets.disable_progress_bars()
-    _reserve(tracker, script.reserved_bytes)
     if reference is not None:
         _name_reference(tracker, reference)
     with (
@@ -88,10 +88,16 @@ def train_with_trl(
     return trainer
 
 
-def _reserve(tracker: StorageTracker, num_bytes: int) -> None:
-    if num_bytes:
-        block_id = tracker.take(num_bytes, op="reserved by an inference engine")
-        tracker.names[block_id] = (Category.WORKSPACES, "inference engine")
+def _refuse(model: Any, script: Script) -> None:
+    """Raises: Unsupported for what TRL's trainers need files for, or do not do."""
+    wanted = Task.SEQUENCE_CLASSIFICATION if script.loop is Loop.REWARD else Task.CAUSAL_LM
+    if script.num_images or task_of_model(model) is not wanted:
+        raise Unsupported(
+            f"the {script.loop} loop is rehearsed with language models and text",
+            hint="images, encoders and encoder-decoders go through `--loop trainer`",
+        )
+    if script.packing is not None and script.loop is not Loop.SFT:
+        raise InputError(f"the {script.loop} loop packs nothing", hint="leave `--packing` out")
 
 
 def _name_reference(tracker: StorageTracker, reference: Any) -> None:
