@@ -10,7 +10,7 @@ import torch
 
 from tests.recipes import BF16, make_recipe
 from wazn.dtypes import FLOAT16
-from wazn.errors import InputError
+from wazn.errors import InputError, Unsupported
 from wazn.facts.models import resolve_model
 from wazn.recipe import Attention, Recipe
 from wazn.trace.models import build_model
@@ -80,3 +80,11 @@ def test_what_cannot_be_built_is_a_wrong_question() -> None:
     config = {"model_type": "hunyuan_v1_dense", "head_dim": None}
     with pytest.raises(InputError, match=r"cannot build .* at transformers/.*head_dim"):
         build_model(config, make_recipe(), Script(num_layers=2))
+
+
+def test_a_language_model_inside_another_class() -> None:
+    """Llama 3.2 Vision has a class for its language model, under its own type; Qwen2-VL has none."""
+    built = _build("meta-llama/Llama-3.2-11B-Vision-Instruct", task=Task.CAUSAL_LM)
+    assert type(built).__name__ == "MllamaForCausalLM"
+    with pytest.raises(Unsupported, match=r"`qwen2_vl`(?s:.*)image-text"):
+        _build("Qwen/Qwen2-VL-2B-Instruct", task=Task.CAUSAL_LM)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wazn.errors import InputError
+from wazn.errors import InputError, Unsupported
 from wazn.recipe import Attention, Recipe
 from wazn.trace.configs import cut_layers, first_line, read_hf_config, task_of, text_part
 from wazn.trace.refusals import library_place
@@ -101,5 +101,17 @@ def _dtype_option() -> str:
 def _config_for(hf_config: Any, task: Task) -> Any:
     """Return the part of the configuration that a task trains: without images the language model where it has a
     class of its own.
+
+    Raises: Unsupported where no language model can be had without the rest.
     """
-    return text_part(hf_config) if task is Task.CAUSAL_LM else hf_config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = text_part(hf_config)
+    if task is not Task.CAUSAL_LM or text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return text if task is Task.CAUSAL_LM else hf_config
+    if hf_config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(hf_config, "auto_map"):
+        return hf_config
+    raise Unsupported(
+        f"transformers has no causal language model for `{hf_config.model_type}` alone",
+        hint="`--task image-text` without images trains it on text, with its other towers in memory",
+    )
