@@ -261,3 +261,32 @@ def test_patches_are_undone_when_something_fails() -> None:
     with pytest.raises(ZeroDivisionError), patched(owner, {"value": 2}):
         raise ZeroDivisionError
     assert owner.value == 1
+
+
+def test_an_ordinary_script_runs_as_on_a_gpu() -> None:
+    """A data loader with pinned memory, autocast, a scaler, clipping, the fused optimizer: none of it knows of wazn.
+
+    What stays is by pencil: a weight of 256 x 256 fp32 and its two states; the step, the scale and its growth
+    tracker are blocks of 512 bytes.
+    """
+    functional = torch.nn.functional
+    with World():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = torch.nn.Linear(256, 256, bias=False).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        samples = torch.utils.data.TensorDataset(torch.randn(16, 256))
+        loader = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True, pin_memory=True)
+        scaler = torch.amp.GradScaler(device)
+        for (batch,) in loader:
+            inputs = batch.to(device, non_blocking=True)
+            with torch.autocast(device, dtype=torch.float16):
+                loss = functional.mse_loss(model(inputs), inputs)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert loss.item() == 1.0
+        del batch, inputs, loss
+        assert torch.cuda.memory_allocated() == 3 * 256 * 256 * 4 + 3 * 512
