@@ -67,10 +67,11 @@ LACKING: dict[str, dict[str, Any]] = {
 # Types whose code multiplies bf16 by fp32, which stops on a GPU as well.
 IN_FP32 = ("xlnet", "xlstm")
 # What adapters are put on where `peft` refuses `all-linear` or stops on it: a projection of state-space models, not
-# routers that are linear layers and return two tensors, not a classifier whose last layer is saved beside them.
+# routers that are linear layers and return two tensors, not grouped matrices, not a classifier's own first layer.
 TARGETS = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), ("in_proj",)),
     **dict.fromkeys(("llama4", "llama4_text", "phimoe"), ("q_proj", "v_proj")),
+    "deepseek_v4": ("q_a_proj", "kv_proj"),
     "distilbert": ("q_lin", "v_lin"),
 }
 

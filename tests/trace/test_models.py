@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from wazn.facts.models import resolve_model
 from wazn.recipe import Attention, Recipe
 from wazn.trace.models import build_model
 from wazn.trace.script import Script, Task
+from wazn.trace.step import rehearse
 
 
 def _build(model: str, recipe: Recipe | None = None, **script: Any) -> Any:
@@ -88,3 +91,33 @@ def test_a_language_model_inside_another_class() -> None:
     assert type(built).__name__ == "MllamaForCausalLM"
     with pytest.raises(Unsupported, match=r"`qwen2_vl`(?s:.*)image-text"):
         _build("Qwen/Qwen2-VL-2B-Instruct", task=Task.CAUSAL_LM)
+
+
+_OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_checkpoints_own_model_is_built_from_its_folder(tmp_path: Path) -> None:
+    """`--trust-remote-code`: both classes come from the folder, cut like any other."""
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    mapping = {"model_type": "own_llama", "auto_map": classes, "num_hidden_layers": 4, **sizes}
+    (tmp_path / "own.py").write_text(_OWN_CODE)
+    (tmp_path / "config.json").write_text(json.dumps(mapping))
+    script = Script(num_layers=2, code_folder=str(tmp_path), num_steps=1)
+    built = build_model(mapping, make_recipe(), script)
+    assert type(built).__name__ == "OwnForCausalLM"
+    assert len(built.model.layers) == 2
+    assert rehearse(mapping, make_recipe(seq_len=16), script).num_parameters > 0
