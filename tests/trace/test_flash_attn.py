@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -57,3 +58,19 @@ def test_the_stand_in_is_there_only_inside_its_context() -> None:
         assert import_utils.is_flash_attn_2_available()
     assert "flash_attn" not in sys.modules
     assert import_utils.is_flash_attn_2_available is before
+
+
+def test_modules_that_imported_nothing_get_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4.53 has None where it would have imported from flash-attn, 4.43 nothing at all; both come back."""
+    pytest.importorskip("transformers.modeling_utils")
+    name = "transformers.modeling_flash_attention_utils"
+    module = ModuleType(name)
+    module.__dict__.update(flash_attn_func=None, flash_attn_2_func=None, HAS_FA2=False)
+    before = dict(vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    with flash_attn_stand_in():
+        found = vars(module)
+        assert found["flash_attn_func"] is found["flash_attn_2_func"] is flash_attn_func
+        assert found["flash_attn_varlen_func"] is flash_attn_varlen_func
+        assert found["HAS_FA2"]
+    assert vars(module) == before

@@ -227,11 +227,13 @@ def _patch_imports() -> Callable[[], None]:
     if module is None or hasattr(module, "lazy_import_flash_attention"):
         return lambda: None
     contents = module.__dict__
-    before = dict(contents)
-    contents.update({n: value for n, value in missing.items() if not contents.get(n)})
+    names = [name for name in missing if not contents.get(name)]
+    before = {name: contents[name] for name in names if name in contents}
+    contents.update({name: missing[name] for name in names})
 
     def restore() -> None:
-        contents.clear()
+        for name in names:
+            del contents[name]
         contents.update(before)
 
     return restore
