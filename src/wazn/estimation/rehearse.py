@@ -29,7 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["can_rehearse", "rehearse_run"]
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "trl",
+    "bitsandbytes",
+    "liger-kernel",
+)
 # What `pyproject.toml` asks for under `trace`.
 OLDEST = {"torch": (2, 6), "transformers": (4, 40)}
 # From the third micro-batch of an optimizer step on, all do the same in the same memory.
