@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -141,10 +142,9 @@ class _SplitConvScan(torch.autograd.Function):
     @staticmethod
     @custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        projected, conv_weight, conv_bias, scanned, a, d, _bias, norm_weight, _rstd = (
-            ctx.saved_tensors[:9]
-        )
-        out_weight, out_bias = ctx.saved_tensors[9:]
+        saved = iter(ctx.saved_tensors)  # asked for once: a checkpoint gives them once
+        projected, conv_weight, conv_bias, scanned, a, d, _bias, norm_weight = islice(saved, 8)
+        _rstd, out_weight, out_bias = saved
         sizes: _Sizes = ctx.sizes
         again = torch.empty_like(scanned.flatten(2)) if out_weight is not None else None
         _z, mixed, dt = sizes.split(projected)

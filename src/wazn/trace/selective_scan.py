@@ -10,6 +10,7 @@ causal_conv1d/causal_conv1d_interface.py and csrc/causal_conv1d.cpp of causal-co
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -245,10 +246,9 @@ class _MambaInner(torch.autograd.Function):
     @staticmethod
     @custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (xz, conv_weight, conv_bias, projected, x_weight, delta_weight, out_weight, a, b, c, d) = (
-            ctx.saved_tensors[:11]
-        )
-        delta_bias, _chunk_states, out = ctx.saved_tensors[11:]
+        saved = iter(ctx.saved_tensors)  # asked for once: a checkpoint gives them once
+        xz, conv_weight, conv_bias, projected, x_weight, delta_weight, out_weight = islice(saved, 7)
+        a, b, c, d, delta_bias, _chunk_states, out = saved
         x, _z = xz.chunk(2, dim=1)
         batch, channels, tokens = x.shape
         rank, states = delta_weight.shape[1], a.shape[-1]
