@@ -38,6 +38,8 @@ _REFERENCE = "reference"  # goes before the names of a second model's modules
 _KL = 0.04  # GRPO's `beta` where there is a reference; any number but zero makes one
 _UPGRADE = "`pip install -U trl`"
 
+_NAMES = {Loop.SFT: "SFT", Loop.DPO: "DPO", Loop.REWARD: "Reward", Loop.GRPO: "GRPO"}
+
 Row = dict[str, Any]
 
 
@@ -59,6 +61,9 @@ def train_with_trl(
     except ImportError as error:
         raise MissingExtra("a rehearsal of a TRL trainer", extra="trace") from error
 
+    needed = f"{_NAMES[script.loop]}Config"
+    if getattr(trl, needed, None) is None:
+        raise Unsupported(f"the installed TRL has no `{needed}`", hint=_UPGRADE)
     datasets.disable_progress_bars()
     if reference is not None:
         _name_reference(tracker, reference)
@@ -248,9 +253,7 @@ def _grpo(run: _Run) -> Any:
 
     Raises: InputError, Unsupported.
     """
-    cls = getattr(run.trl, "GRPOTrainer", None)
-    if cls is None:
-        raise Unsupported("the installed TRL has no `GRPOTrainer`", hint=_UPGRADE)
+    cls = run.trl.GRPOTrainer
     if run.script.reference is Reference.PRECOMPUTED:
         raise InputError(
             "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"

@@ -29,6 +29,7 @@ def marks_on_trainer(
     """
     import accelerate.optimizer
     import accelerate.utils.operations
+    import transformers
 
     marks = _Marks(tracker, trainer)
     raised = accelerate.utils.operations.convert_to_fp32
@@ -38,7 +39,7 @@ def marks_on_trainer(
         marks.around(trainer, "_prepare_inputs", phase=Phase.FORWARD, after=marks.name_inputs)
         marks.around(trainer.accelerator, "backward", phase=Phase.BACKWARD)
         marks.around(trainer.accelerator, "clip_grad_norm_", phase=Phase.CLIP)
-        if hasattr(trainer, "get_batch_samples"):  # since 4.46
+        if hasattr(transformers.Trainer, "get_batch_samples"):  # since 4.46; old TRL has another
             marks.around(
                 trainer,
                 "get_batch_samples",
