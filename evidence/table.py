@@ -79,7 +79,9 @@ def explanations(file: Path = _EXPLAINED) -> dict[str, tuple[str, str]]:
 def configuration_of(row: Row) -> tuple[object, ...]:
     """Return what makes rows one configuration: everything but kernels and versions."""
     model = row.model.rpartition("/")[2].removesuffix("-GPTQ")
-    return (row.source_repo, model, row.method, row.quant, row.micro_batch, row.seq_len, row.gpu)
+    adapters = (row.lora_rank, row.lora_targets)
+    sizes = (row.micro_batch, row.seq_len)
+    return (row.source_repo, model, row.method, row.quant, *adapters, *sizes, row.gpu)
 
 
 def errors_by_configuration(
@@ -132,17 +134,16 @@ def _source(row: Row, result: Result) -> str:
 
 
 def _method(row: Row) -> str:
-    return (
-        "QLoRA on GPTQ"
-        if row.quant.startswith("gptq")
-        else {"qlora": "QLoRA", "lora": "LoRA"}.get(row.method, row.method)
-    )
+    names = {"qlora": "QLoRA", "lora": "LoRA", "dora": "DoRA"}
+    return "QLoRA on GPTQ" if row.quant.startswith("gptq") else names.get(row.method, row.method)
 
 
 def _line(
     name: str, source: str, method: str, rows: list[Row], results: Mapping[str, Result], metric: str
 ) -> str:
     errors = errors_by_configuration(rows, results, metric)
+    if all(results[row.id].length == "inferred" for row in rows):
+        name += ", length inferred"
     found = Statistics.of(errors.values())
     sizes = f"{_percent(found.median)} | {_percent(found.p90)}"
     signed = f"{_signed(found.worst)} | {_signed(found.bias)}"
@@ -150,7 +151,6 @@ def _line(
 
 
 def _percent(fraction: float) -> str:
-    """Write a fraction as per cent with two significant digits, or three decimals."""
     return f"{100 * fraction:.3f} %"
 
 
