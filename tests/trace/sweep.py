@@ -45,6 +45,13 @@ _MOST_LAYERS = 12  # enough for every pattern; whole models are not the question
 _SECONDS = 300
 _ADDRESS_SPACE_BYTES = 16 << 30
 
+_QWEN4_INDEXER = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
 # Values without which the default configuration of a type cannot be built or run, whatever they are.
 LACKING: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -61,11 +68,15 @@ LACKING: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "conv"]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": _QWEN4_INDEXER},
+    "qwen4_exp_text": _QWEN4_INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
 }
 # Types whose code multiplies bf16 by fp32, which stops on a GPU as well.
 IN_FP32 = ("xlnet", "xlstm")
+# Zamba ties each shared block after the first to the first, and its class refuses to be without a second.
+LAYERS = {"zamba": 9}
 # What adapters are put on where `peft` refuses `all-linear` or stops on it: a projection of state-space models, not
 # routers that are linear layers and return two tensors, not grouped matrices, not a classifier's own first layer.
 TARGETS = {
@@ -120,7 +131,7 @@ def run(case: Case, *, adapted: bool, num_layers: int | None = None) -> dict[str
     from wazn.trace.configs import resolve_task
 
     config, task = case.config(), case.task()
-    layers = num_layers or enough_layers(config, task)
+    layers = num_layers or LAYERS.get(config["model_type"]) or enough_layers(config, task)
     has_image = case.listed == "images"
     script = Script(
         task=task,
@@ -157,8 +168,12 @@ def enough_layers(config: dict[str, Any], task: Task | None) -> int:
     model = build_model(config, make_recipe(), Script(task=wanted))
     part = text_part(hf_config)
     depth = getattr(part, "num_hidden_layers", 0)
-    stacks = [m for m in model.modules() if isinstance(m, ModuleList) and len(m) == depth]
-    if not stacks:
+    lists = [m for m in model.modules() if isinstance(m, ModuleList) and len(m)]
+    stack = max((m for m in lists if len(m) == depth), key=_size, default=None)
+    if stack is None:  # counted otherwise
+        stack = max(lists, key=_size, default=None)
+        depth = 0 if stack is None else len(stack)
+    if stack is None:
         return _MOST_LAYERS
     said = [
         value
@@ -171,7 +186,7 @@ def enough_layers(config: dict[str, Any], task: Task | None) -> int:
             tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
             tuple(str(values[index]) for values in said),
         )
-        for index, layer in enumerate(max(stacks, key=lambda stack: _size(stack)))
+        for index, layer in enumerate(stack)
     ]
     enough = next(n for n in range(1, depth + 1) if set(kinds[:n]) == set(kinds))
     return min(max(enough, 2), _MOST_LAYERS)
