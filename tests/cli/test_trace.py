@@ -49,7 +49,7 @@ def test_it_has_the_options_of_estimate_and_those_of_a_script() -> None:
     # the rest is the card's, the plain loop's habits, or for those who compare with cut models
     not_asked = {
         "capability", "matmul_workspaces", "num_layers", "num_steps", "num_items", "attention_mask", "raise_outputs",
-        "use_cache", "code_folder",
+        "use_cache", "code_folder", "gpu",
     }  # fmt: skip
     assert own == set(Script.__dataclass_fields__) - not_asked | {"trust_remote_code"}
 

@@ -151,8 +151,8 @@ def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
                 f"`--keep-outputs` and `--no-zero-grad-to-none` are of an own loop, found `--loop {script.loop}`"
             )
         script = replace(script, loop=Loop.PLAIN)
-    capability = gpu.cuda_capability if gpu is not None else None
-    return script if capability is None else replace(script, capability=capability)
+    is_nvidia = gpu is not None and gpu.cuda_capability is not None
+    return replace(script, gpu=gpu) if is_nvidia else script
 
 
 def _kept_beside(num_bytes: int) -> OutsideLine:
@@ -166,8 +166,8 @@ def _kept_beside(num_bytes: int) -> OutsideLine:
 
 
 def _said(script: Script) -> dict[str, Any]:
-    """Return what is not as it is by default; the card's capability is the cluster's."""
-    plain = type(script)(loop=script.loop, capability=script.capability)
+    """Return what is not as it is by default; the card is the cluster's."""
+    plain = type(script)(loop=script.loop, gpu=script.gpu, capability=script.capability)
     values = ((name, getattr(script, name)) for name in script.__dataclass_fields__)
     return {name: value for name, value in values if value != getattr(plain, name)}
 

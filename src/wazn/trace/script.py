@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from wazn.cluster import Gpu
 from wazn.recipe import Recipe
 
 __all__ = ["Loop", "Reference", "Script", "Task", "needs_reference"]
@@ -45,12 +46,13 @@ class Script:
     """What to rehearse beside the recipe.
 
     num_layers: the model cut to so many layers; None for all of them.
-    capability: compute capability of the card, such as (8, 0) for an A100; it decides the attention kernel.
+    gpu: the card, one of NVIDIA's; None for an unnamed one with room for everything.
+    capability: of an unnamed card, such as (8, 0) for an A100; it decides the attention kernel.
     matmul_workspaces: whether the first matrix product of forward and of backward allocates cuBLAS's workspace.
     code_folder: a local folder whose own model code is run (`--trust-remote-code`); None runs none.
     padding: the fraction by which all samples but the first of a micro-batch are shorter than it.
     num_images: in each sample of an image-text model.
-    image_size: (height, width) of each image, pixels; None is the size that the model's processor makes of a square.
+    image_size: (height, width) of each image, pixels; None where a model makes one size of all images.
     liger: the model has Liger kernels, as with `use_liger_kernel` of `TrainingArguments`.
 
     Of the plain loop alone:
@@ -79,6 +81,7 @@ class Script:
     task: Task | None = None
     num_steps: int = 2
     num_layers: int | None = None
+    gpu: Gpu | None = None
     capability: tuple[int, int] = (8, 0)
     matmul_workspaces: bool = True
     code_folder: str | None = None

@@ -15,6 +15,7 @@ from wazn.recipe import Checkpointing, Loss, Recipe
 from wazn.timeline.events import Phase
 from wazn.trace.adapters import make_base, make_trainable
 from wazn.trace.batches import PAD, task_of_model
+from wazn.trace.card import Card
 from wazn.trace.checkpointing import switch_on_checkpointing
 from wazn.trace.flash_attn import flash_attn_stand_in
 from wazn.trace.liger import apply_liger, require_liger
@@ -80,7 +81,8 @@ def _rehearse(
         reference = None
         if needs_reference(recipe, script):
             reference = make_base(build_model(config, recipe, script), recipe).requires_grad_(False)
-    world = World(capability=script.capability, matmul_workspaces=script.matmul_workspaces)
+    card = Card.of_capability(script.capability) if script.gpu is None else Card.of_gpu(script.gpu)
+    world = World(card=card, matmul_workspaces=script.matmul_workspaces)
     events = world.tracker.events
     places = world.tracker.places = Places(clock=lambda: len(events))
     places.of_model(model)
