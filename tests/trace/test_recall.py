@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes import BF16, lora_recipe, make_recipe, qlora_recipe
 from tests.sampling import is_due
@@ -92,6 +93,25 @@ def test_every_event_is_that_of_a_run_without_memory(
     asked = run(name)
     assert in_order(remembered.events) == in_order(asked.events)
     assert remembered.names == asked.names
+
+
+def test_more_equal_layers_ask_pytorch_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six equal layers ask `FakeTensorMode` no more than three: the others are made of what is remembered."""
+    asked: list[Any] = []
+    dispatch = FakeTensorMode.dispatch
+
+    def counted(mode: FakeTensorMode, func: Any, *rest: Any) -> Any:
+        asked.append(func)
+        return dispatch(mode, func, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    recipe = lora_recipe(checkpointing=Checkpointing.FULL, optimizer=Optimizer.SGD)
+    counts = []
+    for num_layers in (3, 6):
+        asked.clear()
+        rehearse({**LLAMA, "num_hidden_layers": num_layers}, recipe)
+        counts.append(len(asked))
+    assert counts[0] == counts[1] > 0
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -201,7 +201,12 @@ def _accumulates_in_place(previous: Any, args: tuple[Any, ...], kwargs: dict[str
     storage = first.untyped_storage()
     return (
         first.shape == second.shape
-        and torch._debug_has_internal_overlap(first) == 0
         and first._use_count() <= _HELD_ONCE
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_HELD_ONCE
+        and not _overlaps_itself(first)
     )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    with torch._C._DisableTorchDispatch():  # sizes and strides tell
+        return torch._debug_has_internal_overlap(tensor) != 0
