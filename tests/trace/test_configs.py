@@ -42,6 +42,14 @@ def test_what_the_script_says_comes_first() -> None:
     assert resolve_task(mapping, script) is Task.SEQUENCE_CLASSIFICATION
 
 
+def test_images_make_it_an_image_text_model() -> None:
+    """Whatever else the model is for; another task is a contradiction."""
+    mapping = resolve_model("google/gemma-3-12b-it").mapping
+    assert resolve_task(mapping, Script(num_images=1)) is Task.IMAGE_TEXT
+    with pytest.raises(InputError, match="--task causal-lm"):
+        resolve_task(mapping, Script(num_images=1, task=Task.CAUSAL_LM))
+
+
 def test_what_nothing_trains_on_text_is_refused() -> None:
     """ViT has neither a language model nor a classifier of sequences."""
     with pytest.raises(Unsupported, match="`vit`"):

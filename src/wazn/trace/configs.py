@@ -13,7 +13,15 @@ from wazn.errors import InputError, Unsupported
 from wazn.facts.names import nearest_names
 from wazn.trace.script import Script, Task
 
-__all__ = ["cut_layers", "first_line", "read_hf_config", "resolve_task", "task_of", "text_part"]
+__all__ = [
+    "cut_layers",
+    "first_line",
+    "read_hf_config",
+    "resolve_task",
+    "task_of",
+    "text_part",
+    "wanted_task",
+]
 
 # What configurations call the number of layers of a stack, where `attribute_map` does not say it.
 _DEPTHS = (
@@ -125,9 +133,16 @@ def text_part(config: Any) -> Any:
 
 def resolve_task(mapping: Mapping[str, Any], script: Script) -> Task:
     """Return what a script trains a model to do: what it says, else what the configuration is for."""
-    if script.task is not None:
-        return script.task
-    return task_of(read_hf_config(mapping, code_folder=script.code_folder))
+    return wanted_task(read_hf_config(mapping, code_folder=script.code_folder), script)
+
+
+def wanted_task(config: Any, script: Script) -> Task:
+    """Return the same for a configuration that is read. Raises: InputError for images in a task without."""
+    if not script.num_images:
+        return script.task or task_of(config)
+    if script.task not in (None, Task.IMAGE_TEXT):
+        raise InputError(f"`--images` needs `--task image-text`, found `--task {script.task}`")
+    return Task.IMAGE_TEXT
 
 
 def task_of(config: Any) -> Task:

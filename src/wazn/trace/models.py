@@ -10,7 +10,7 @@ import torch
 
 from wazn.errors import InputError, Unsupported
 from wazn.recipe import Attention, Recipe
-from wazn.trace.configs import cut_layers, first_line, read_hf_config, task_of, text_part
+from wazn.trace.configs import cut_layers, first_line, read_hf_config, text_part, wanted_task
 from wazn.trace.refusals import library_place
 from wazn.trace.script import Script, Task
 
@@ -40,7 +40,7 @@ def build_model(config: Mapping[str, Any], recipe: Recipe, script: Script) -> An
     import transformers
 
     hf_config = read_hf_config(config, code_folder=script.code_folder)
-    task = script.task or task_of(hf_config)
+    task = wanted_task(hf_config, script)
     hf_config = _config_for(hf_config, task)
     if script.num_layers is not None:
         cut_layers(hf_config, script.num_layers)
