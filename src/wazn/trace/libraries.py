@@ -33,7 +33,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         "bitsandbytes": partial(_bitsandbytes, tracker),
         "torchao.optim.adam": _torchao,
         **dict.fromkeys(_FLEX, _without_flex),
-        **liger.PATCHES,
+        **liger.patches(tracker),
         **fast_kernels.patches(),
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}

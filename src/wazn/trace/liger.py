@@ -15,16 +15,20 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from wazn.errors import Unsupported
+from wazn.timeline.events import Phase
 from wazn.trace.imports import Patch, patched
+from wazn.trace.marks import at_loss, phase
+from wazn.trace.tracker import StorageTracker
 from wazn.units import ceil_div
 
-__all__ = ["EXECUTED_IN", "PATCHES", "apply_liger", "sees_triton"]
+__all__ = ["EXECUTED_IN", "apply_liger", "patches", "require_liger", "sees_triton"]
 
 
 def require_liger() -> None:
@@ -217,8 +221,28 @@ def _is_own(item: Any, module: ModuleType) -> bool:
     return isinstance(item, type) and item.__module__ == module.__name__
 
 
-PATCHES: dict[str, Patch] = {
-    "liger_kernel.transformers.monkey_patch": _transformers_as_before,
-    "triton.runtime.jit": _kernels_do_nothing,
-}
+def patches(tracker: StorageTracker) -> dict[str, Patch]:
+    """Return what is changed in the package and in Triton; what its losses make counts to the loss."""
+    made: dict[str, Patch] = {
+        f"liger_kernel.ops.{name}": partial(_counted_to_loss, tracker, f"{name}_forward")
+        for name in ("cross_entropy", "fused_linear_cross_entropy")
+    }
+    return made | {
+        "liger_kernel.transformers.monkey_patch": _transformers_as_before,
+        "triton.runtime.jit": _kernels_do_nothing,
+    }
+
+
+@contextmanager
+def _counted_to_loss(tracker: StorageTracker, name: str, module: ModuleType) -> Iterator[None]:
+    original = getattr(module, name)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with phase(tracker, Phase.LOSS), at_loss(tracker):
+            return original(*args, **kwargs)
+
+    with patched(module, {name: marked}):
+        yield
+
+
 EXECUTED_IN: dict[str, Patch] = {"liger_kernel": sees_triton}

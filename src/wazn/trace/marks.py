@@ -80,7 +80,7 @@ def mark_loss(tracker: StorageTracker, model: Any) -> None:
         return
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        with phase(tracker, Phase.LOSS), _at_loss(tracker):
+        with phase(tracker, Phase.LOSS), at_loss(tracker):
             return original(*args, **kwargs)
 
     try:
@@ -101,7 +101,8 @@ def phase(tracker: StorageTracker, name: Phase) -> Iterator[None]:
 
 
 @contextmanager
-def _at_loss(tracker: StorageTracker) -> Iterator[None]:
+def at_loss(tracker: StorageTracker) -> Iterator[None]:
+    """Be at the place of the loss function while the context lasts."""
     if tracker.places is None:
         yield
     else:
