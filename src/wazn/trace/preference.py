@@ -218,18 +218,17 @@ def _with_constant_reference(trainer_class: Any) -> Any:
 
     Every batch is alike, and its log-probabilities cannot be written to a data set without data.
 
-    Raises: Unsupported before TRL 1.0.
+    Raises: Unsupported before TRL 0.29.
     """
-    passes = getattr(trainer_class, "_precompute_ref_logps", None)
-    if passes is None or (
-        "model" not in inspect.signature(trainer_class.compute_ref_log_probs).parameters
-    ):
+    if not hasattr(trainer_class, "_precompute_ref_logps"):
         raise Unsupported("precomputed references need a newer TRL", hint=_UPGRADE)
+    names_model = "model" in inspect.signature(trainer_class.compute_ref_log_probs).parameters
 
     class Trainer(trainer_class):  # type: ignore[misc, unused-ignore]
         def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
             loader = DataLoader(dataset, batch_size, collate_fn=self.data_collator)
-            self.compute_ref_log_probs(self.model, next(iter(self.accelerator.prepare(loader))))
+            batch = next(iter(self.accelerator.prepare(loader)))
+            self.compute_ref_log_probs(*([self.model] if names_model else []), batch)
             for column in ("ref_chosen_logps", "ref_rejected_logps"):
                 dataset = dataset.add_column(column, [0.0] * len(dataset))
             return dataset

@@ -1,10 +1,10 @@
 """TRL's activation offloading on fake tensors: what forward saves for backward goes to the host and comes back.
 
 `OffloadActivations` is TRL's own, with its own choice of tensors, its stash of the last five and its cleaning up at the
-nodes of backward. It asks three things that fake tensors on the cpu device answer wrongly: whether a tensor is on the
-accelerator, where its memory is (to send nothing twice, and no weights), and where its copies are made. Here they have
-the right answer. Time does not pass in a rehearsal: a copy is done when it is begun, so what a second stream keeps
-longer is kept here no longer than its events say.
+nodes of backward. It needs to know where a tensor's memory is, to send nothing twice and no weights; storages without
+memory are given addresses. And it is called where a world does not look, from within the operation that saves a tensor:
+its copies are sent to the host and to the card from here. Time does not pass in a rehearsal: a copy is done when it is
+begun, and what a second stream keeps longer is kept here no longer than its events say.
 
 Source: trl/models/activation_offloading.py; there since TRL 0.18.
 """
@@ -42,7 +42,6 @@ def offloading_on_cuda(tracker: StorageTracker) -> Iterator[None]:
 
     def init(offload: Any, *args: Any, **kwargs: Any) -> None:
         original(offload, *args, **kwargs)
-        offload.accelerator_type = _Card(offload.accelerator_type)
         offload.pack_hook = _copying(tracker, offload.pack_hook)
         offload.unpack_hook = _copying(tracker, offload.unpack_hook)
 
@@ -51,20 +50,6 @@ def offloading_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         _storages_have_addresses(),
     ):
         yield
-
-
-class _Card(str):
-    """The name of the accelerator, to which the type of the world's device is equal too."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return other in (str(self), "cpu")
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
 
 
 class _OnTheWay(TorchFunctionMode):
