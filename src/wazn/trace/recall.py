@@ -82,9 +82,20 @@ class Recall:
             return func(*args, **kwargs)
         if maker is not _UNSEEN:
             return maker(tensors)
-        result = func(*args, **kwargs)
+        if _is_foreach(func) and _are_lists(args, kwargs):
+            result = self._one_by_one(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._makers[key] = _maker(func, result, tensors)
         return result
+
+    def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take an operation on lists apart: it does the same with each place, and many places are alike."""
+        results = []
+        for place in range(len(args[0])):
+            own = tuple(arg[place : place + 1] if type(arg) is list else arg for arg in args)
+            results.append(self(func, own, kwargs))
+        return None if results[0] is None else [item for (item,) in results]
 
 
 def _describe(values: Iterable[Any], parts: list[Any], tensors: list[Any]) -> None:
@@ -113,6 +124,18 @@ def _is_settled(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace not in _NAMESPACES:
         return False
     return not (_UNSETTLED.intersection(func.tags) or func.name().startswith(_UNSETTLED_NAMES))
+
+
+@cache
+def _is_foreach(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func.name().startswith("aten::_foreach_")
+
+
+def _are_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether arguments are lists of one length, longer than one, and numbers for all places."""
+    lengths = {len(arg) for arg in args if type(arg) is list}
+    others = [arg for arg in (*args, *kwargs.values()) if type(arg) is not list]
+    return len(lengths) == 1 and lengths.pop() > 1 and not any(map(torch.is_tensor, others))
 
 
 def _maker(func: Any, result: Any, tensors: list[Any]) -> Maker | None:
