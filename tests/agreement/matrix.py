@@ -1,4 +1,4 @@
-"""The matrix: families x methods x checkpointing x attention x sizes, and twelve whole models; both engines' numbers.
+"""The matrix: families x methods x checkpointing x attention x sizes; both engines' numbers.
 
 A family is a model of the catalogue at its real widths and vocabulary, cut to one period of its layers. Each of the
 three sizes has its own precision and preparation, so that those are seen with every family too.
@@ -43,50 +43,53 @@ FAMILIES: dict[str, tuple[str, int]] = {
 }
 METHODS = ("full", "lora", "qlora")
 CHECKPOINTING = ("none", "full")
-ATTENTION = ("sdpa", "eager")
-EAGER_ONLY = frozenset({"gpt_oss"})  # its class has no sdpa
-WITH_EXPERTS = frozenset(
-    {"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"}
-)  # PEFT refuses dropout on theirs
-OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adamw")  # for each of the sizes
+ATTENTION = ("sdpa", "eager", "flash")
+# its class has no sdpa, and a flash kernel of its own
+EAGER_ONLY = frozenset({"gpt_oss"})
+# PEFT refuses dropout on their experts
+WITH_EXPERTS = frozenset({"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"})
 SIZES = ((1, 512), (2, 1024), (1, 4096))
-LONGEST = {
-    "gpt2": 1024,
-    "phi": 2048,
-    "gpt_neox": 2048,
-}  # learned positions, or those that it was made for
+OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adamw")  # for each of the sizes
+FLASH_SIZE = 1  # the package flash-attn comes third, at one size
+# the positions that a model has, or was trained with
+LONGEST = {"gpt2": 1024, "phi": 2048, "gpt_neox": 2048}
 
 
 def cases() -> dict[str, Case]:
     """The whole matrix, by name."""
-    return {
-        f"{family}, {method}, checkpointing {checkpointing}, {attention}, {size[0]} x {size[1]}": _case(
-            family, method, checkpointing, attention, number
+    return dict(
+        _case(family, method, checkpointing, attention, size)
+        for family, method, checkpointing, attention, size in product(
+            FAMILIES, METHODS, CHECKPOINTING, ATTENTION, range(len(SIZES))
         )
-        for family, method, checkpointing, attention, (number, size) in product(
-            FAMILIES, METHODS, CHECKPOINTING, ATTENTION, enumerate(SIZES)
-        )
-        if attention == "eager" or family not in EAGER_ONLY
-    }
+        if (attention == "eager" or family not in EAGER_ONLY)
+        and (attention != "flash" or size == FLASH_SIZE)
+    )
 
 
-def _case(family: str, method: str, checkpointing: str, attention: str, number: int) -> Case:
+def _case(
+    family: str, method: str, checkpointing: str, attention: str, size: int
+) -> tuple[str, Case]:
     model, layers = FAMILIES[family]
-    micro_batch, seq_len = SIZES[number]
-    return Case(
+    micro_batch, seq_len = SIZES[size]
+    seq_len = min(seq_len, LONGEST.get(family, seq_len))
+    name = (
+        f"{family}, {method}, checkpointing {checkpointing}, {attention}, {micro_batch} x {seq_len}"
+    )
+    return name, Case(
         model=model,
         layers=layers,
         method=method,
         targets=() if method == "full" else ("all-linear",),
         micro_batch=micro_batch,
-        seq_len=seq_len if family not in LONGEST else min(seq_len, LONGEST[family]),
+        seq_len=seq_len,
         checkpointing=checkpointing,
         attention=attention,
-        optimizer=OPTIMIZERS[number],
-        autocast=None if number == 0 else "bfloat16",
-        weights="float32" if number == 2 and method == "full" else "bfloat16",
-        dropout=0.05 if number == 1 and family not in WITH_EXPERTS else 0.0,
-        kbit=number != 2,
+        optimizer=OPTIMIZERS[size],
+        autocast=None if size == 0 else "bfloat16",
+        weights="float32" if size == 2 and method == "full" else "bfloat16",
+        dropout=0.05 if size == 1 and family not in WITH_EXPERTS else 0.0,
+        kbit=size != 2,
     )
 
 

@@ -114,16 +114,14 @@ def by_model(whole: Mapping[str, Compared]) -> Iterator[str]:
         yield f"| {name} | {item.seen.peak_bytes:,} | {difference_bytes:+,} | {item.worst_bytes:,} |"
 
 
-def main() -> None:
-    """Print the tables."""
+def text() -> str:
+    """Return the tables, with the versions that were rehearsed."""
     matrix, whole = stored(cases(), "test_case"), stored(WHOLE, "test_whole")
-    versions = ", ".join(
-        f"{name} {number}" for name, number in load("test_matrix")["versions"].items()
-    )
+    versions = load("test_matrix")["versions"].items()
     tables = (by_family(matrix), by_term(matrix), by_model(whole))
-    text = "\n\n".join("\n".join(lines) for lines in tables)
-    sys.stdout.write(f"Rehearsed with {versions}.\n\n{text}\n")
+    named = ", ".join(f"{name} {number}" for name, number in versions)
+    return "\n\n".join([f"Rehearsed with {named}.", *("\n".join(lines) for lines in tables)])
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(text() + "\n")
