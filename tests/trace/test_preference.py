@@ -214,18 +214,10 @@ def test_what_a_trainer_refuses(script: Script, words: str) -> None:
         rehearse(TINY, make_recipe(), script)
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (replace(SFT, num_images=1), "language models and text"),
-        (replace(SFT, task=Task.SEQUENCE_CLASSIFICATION), "language models and text"),
-    ],
-    ids=["images", "a classifier"],
-)
-def test_what_needs_a_processor_is_left_to_trainer(script: Script, words: str) -> None:
-    """TRL calls the model's own processor for images, whose files are not there; the answer says which loop to take."""
-    with pytest.raises(Unsupported, match=words) as refused:
-        rehearse(TINY, make_recipe(), script)
+def test_classifiers_are_left_to_trainer() -> None:
+    """SFT trains language models; the answer says which loop takes the rest."""
+    with pytest.raises(Unsupported, match="language models and text") as refused:
+        rehearse(TINY, make_recipe(), replace(SFT, task=Task.SEQUENCE_CLASSIFICATION))
     assert "--loop trainer" in str(refused.value.hint)
 
 
@@ -250,3 +242,22 @@ def test_offloaded_checkpoints_take_no_room_on_the_card() -> None:
 
     assert more_at_the_loss(SFT) == 4 * 2 * 512 * 256 * 2
     assert more_at_the_loss(replace(SFT, activation_offloading=True)) == 0
+
+
+def test_a_run_leaves_libraries_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    """What TRL and PyTorch are told inside is taken back, and nothing is printed."""
+    import torch
+    from trl.kernels import chunked_logprob
+    from trl.models import activation_offloading
+    from trl.trainer import utils
+
+    watched = (
+        chunked_logprob,
+        utils,
+        activation_offloading.OffloadActivations,
+        torch.UntypedStorage,
+    )
+    before = [dict(vars(owner)) for owner in watched]
+    rehearse(TINY, make_recipe(), replace(SFT, activation_offloading=True))
+    assert [dict(vars(owner)) for owner in watched] == before
+    assert capsys.readouterr().out == ""
