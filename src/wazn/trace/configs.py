@@ -11,12 +11,14 @@ from typing import Any
 
 from wazn.errors import InputError, Unsupported
 from wazn.facts.names import nearest_names
+from wazn.model.fields import MOST_LAYERS
 from wazn.trace.script import Script, Task
 
 __all__ = [
     "cut_layers",
     "first_line",
     "read_hf_config",
+    "refuse_too_deep",
     "resolve_task",
     "task_of",
     "text_part",
@@ -191,13 +193,25 @@ def cut_layers(config: Any, num_layers: int) -> None:
         _cut(part, num_layers)
 
 
-def _cut(config: Any, num_layers: int) -> None:
+def _depths(config: Any) -> dict[str, int]:
+    """Return how many layers each stack has, by the name that the configuration's class has for it."""
     names = getattr(type(config), "attribute_map", {})
-    depths = {
-        name: value
-        for name in {names.get(name, name) for name in _DEPTHS}
-        if isinstance(value := getattr(config, name, None), int) and value > num_layers
-    }
+    said = {name: getattr(config, name, None) for name in {names.get(n, n) for n in _DEPTHS}}
+    return {name: value for name, value in said.items() if isinstance(value, int)}
+
+
+def refuse_too_deep(config: Any) -> None:
+    """Raises: InputError for more layers than any model has; each would be built, one by one."""
+    for part in {id(part): part for part in (config, text_part(config))}.values():
+        for name, value in _depths(part).items():
+            if value > MOST_LAYERS:
+                raise InputError(
+                    f"config.json: `{name}` must be at most {MOST_LAYERS}, found `{value}`"
+                )
+
+
+def _cut(config: Any, num_layers: int) -> None:
+    depths = {name: value for name, value in _depths(config).items() if value > num_layers}
     if not depths:
         return
     before = getattr(config, "num_hidden_layers", max(depths.values()))
