@@ -18,6 +18,7 @@ from wazn.recipe import (
     Checkpointing,
     KbitPreparation,
     Method,
+    Optimizer,
     Quantization,
     QuantizationFormat,
 )
@@ -218,3 +219,19 @@ def test_repetition_is_exact(
     short = simulate(spec, recipe, habits, targets).timeline
     whole = simulate(spec, recipe, habits, targets, every_layer=True).timeline
     assert canonical(short) == canonical(whole)
+
+
+@pytest.mark.parametrize(("version", "state_bytes"), [("4.51", 2), ("4.52", 8)])
+def test_8bit_optimizers_and_embeddings(version: str, state_bytes: int) -> None:
+    """Two states of an embedding: a byte each, and since 4.52 four (transformers, `Trainer.create_optimizer`)."""
+    spec = read_config({**LLAMA, "tie_word_embeddings": False}, id="llama", path="config.json")
+    recipe = make_recipe(optimizer=Optimizer.ADAMW_8BIT, stack="hf@" + version)
+    habits = resolve_stack("hf@" + version, family="llama")
+    sizes = [
+        event.num_bytes
+        for event in simulate(spec, recipe, habits, frozenset()).timeline.events()
+        if event.tag.label in ("state1", "state2") and event.num_bytes > 0
+    ]
+    embedding = LLAMA["vocab_size"] * LLAMA["hidden_size"]
+    expected = [embedding * state_bytes // 2] * 2
+    assert [size for size in sizes if size in (embedding, 4 * embedding)][:2] == expected

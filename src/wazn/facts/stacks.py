@@ -167,6 +167,14 @@ class Habits:
         """Whether the cache object makes new keys and values, which attention then uses: in 4.56 and 4.57."""
         return self.kv_cache is KvCache.OBJECT and (4, 56) <= self.minor <= (4, 57)
 
+    @property
+    def embeddings_in_32_bits(self) -> bool:
+        """Whether Trainer has 8-bit optimizers keep embeddings in 32 bits: since 4.52.
+
+        Before, `create_optimizer` asked for a class called `Adam8bit`, which Trainer never makes.
+        """
+        return self.minor >= (4, 52)
+
 
 RULED_FIELDS = tuple(
     field for field in Habits.__dataclass_fields__ if field not in ("stack", "version", "family")

@@ -192,7 +192,7 @@ class Bitsandbytes(_Base):
     """bitsandbytes' blockwise optimizers: kernels without temporaries; `bits` 8 or 32, one or two states.
 
     In 8 bits: a byte per element, an fp32 scale per 256 elements, one table of 256 per state for all tensors; tensors
-    of fewer than 4,096 elements keep fp32 states, and so do embeddings, because Trainer registers them with
+    of fewer than 4,096 elements keep fp32 states, and so do embeddings where Trainer registers them with
     `GlobalOptimManager`. Paged: states of 100,000 elements and more are managed memory.
     Source: bitsandbytes 0.50, optim/optimizer.py, `Optimizer2State.init_state`, `get_state_buffer`; transformers,
     `Trainer.create_optimizer`.
@@ -201,6 +201,7 @@ class Bitsandbytes(_Base):
     bits = 8
     num_states = 2
     paged = False
+    embeddings_in_32_bits = True
 
     def __init__(self, tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> None:
         super().__init__(tape, parameters, recipe)
@@ -215,7 +216,8 @@ class Bitsandbytes(_Base):
         self.tape.enter_layer(None)
 
     def _make(self, parameter: Parameter) -> list[Tensor]:
-        in_8_bits = self.bits == 8 and parameter.numel >= 4096 and not parameter.in_embedding
+        kept = parameter.in_embedding and self.embeddings_in_32_bits
+        in_8_bits = self.bits == 8 and parameter.numel >= 4096 and not kept
         if in_8_bits and not self.tables:
             self.tape.enter_layer(None)
             self.tables = [self.state(256, FLOAT32, "qmap") for _ in range(self.num_states)]
@@ -392,13 +394,24 @@ _CLASSES: dict[Optimizer, Callable[[Tape, Sequence[Parameter], Recipe], Optimize
 }
 
 
-def make_optimizer(tape: Tape, parameters: Sequence[Parameter], recipe: Recipe) -> OptimizerModule:
+def make_optimizer(
+    tape: Tape,
+    parameters: Sequence[Parameter],
+    recipe: Recipe,
+    *,
+    embeddings_in_32_bits: bool = True,
+) -> OptimizerModule:
     """Return the recipe's optimizer over the trained parameters; master copies are allocated here.
+
+    embeddings_in_32_bits: a habit of Trainer, with 8-bit optimizers.
 
     Raises: Unsupported for a master copy under anything but AdamW.
     """
     if recipe.precision.master_dtype is None:
-        return _CLASSES[recipe.optimizer](tape, parameters, recipe)
+        made = _CLASSES[recipe.optimizer](tape, parameters, recipe)
+        if isinstance(made, Bitsandbytes):
+            made.embeddings_in_32_bits = embeddings_in_32_bits
+        return made
     if recipe.optimizer not in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
         raise Unsupported(
             f"a master copy of the weights with `{recipe.optimizer}` is not modelled",

@@ -139,7 +139,12 @@ class _Run:
         self.buffers = make_buffers(tape, self.spec, recipe, setup.habits)
         for layer, index in zip(self.model.layers, plan.run, strict=True):
             layer.checkpointed = is_checkpointed(recipe, index)
-        self.optimizer = make_optimizer(tape, self.model.parameters, recipe)
+        self.optimizer = make_optimizer(
+            tape,
+            self.model.parameters,
+            recipe,
+            embeddings_in_32_bits=setup.habits.embeddings_in_32_bits,
+        )
         self.workspaces: list[Tensor] = []
         self.batches: list[Tensor] = []
 
