@@ -35,6 +35,14 @@ def test_what_a_model_is_usually_trained_for(model: str, task: Task) -> None:
     assert task_of(_catalogue(model)) is task
 
 
+@pytest.mark.parametrize("named", [7, True, [3], {"a": 1}, [], None])
+def test_an_absurd_name_of_a_class_says_nothing(named: Any) -> None:
+    """A Llama is a causal language model whatever stands there."""
+    config = read_hf_config({"model_type": "llama"})
+    config.architectures = named
+    assert task_of(config) is Task.CAUSAL_LM
+
+
 def test_what_the_script_says_comes_first() -> None:
     """A Llama can be trained to classify."""
     mapping = resolve_model("meta-llama/Llama-3.1-8B").mapping

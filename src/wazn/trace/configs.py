@@ -160,7 +160,8 @@ def task_of(config: Any) -> Task:
     masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     image_text = getattr(auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", {})  # since 4.45
     name, text = config.model_type, text_part(config).model_type
-    built = (getattr(config, "architectures", None) or [""])[0]
+    classes = getattr(config, "architectures", None)
+    built = str(classes[0]) if isinstance(classes, list) and classes else ""
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return Task.CAUSAL_LM
     if text in causal and built.endswith(_CAUSAL):
