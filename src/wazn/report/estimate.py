@@ -181,7 +181,8 @@ def _how(answer: Estimate, style: Style) -> Iterator[str]:
     how = answer.rehearsed
     versions = ", ".join(f"{name} {version}" for name, version in how.libraries.items())
     said = "".join(
-        f", {name.replace('_', ' ')} {printable(str(value), longest=_LONGEST_NAME)}"
+        f", {name.replace('_', ' ')}"
+        + ("" if value is True else f" {printable(str(value), longest=_LONGEST_NAME)}")
         for name, value in how.script.items()
     )
     loop = f"Rehearsed in the {how.loop} loop{said}, on fake {how.tensors} tensors: {versions}."
