@@ -143,6 +143,23 @@ def test_what_transformers_refuses_is_a_wrong_question(mapping: dict[str, Any]) 
         read_hf_config(mapping)
 
 
+@pytest.mark.parametrize(
+    ("mapping", "name"),
+    [
+        ({"model_type": "gpt2", "n_layer": 10**6}, "n_layer"),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (
+            {"model_type": "llava", "text_config": {"num_hidden_layers": 513}},
+            r"text_config\.num_hidden_layers",
+        ),
+    ],
+)
+def test_a_model_deeper_than_any_is_a_wrong_question(mapping: dict[str, Any], name: str) -> None:
+    """A billion layers would be listed and built one by one."""
+    with pytest.raises(InputError, match=f"`{name}` must be at most 512"):
+        read_hf_config(mapping)
+
+
 _OWN_CONFIG = """
 from transformers import PretrainedConfig
 

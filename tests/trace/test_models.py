@@ -121,11 +121,3 @@ def test_a_checkpoints_own_model_is_built_from_its_folder(tmp_path: Path) -> Non
     assert type(built).__name__ == "OwnForCausalLM"
     assert len(built.model.layers) == 2
     assert rehearse(mapping, make_recipe(seq_len=16), script).num_parameters > 0
-
-
-def test_a_model_deeper_than_any_is_a_wrong_question() -> None:
-    """A million layers would be built one by one; cut to two they are none."""
-    config = {**resolve_model("openai-community/gpt2").mapping, "n_layer": 10**6}
-    with pytest.raises(InputError, match="`n_layer` must be at most 512"):
-        build_model(config, make_recipe(), Script())
-    assert len(build_model(config, make_recipe(), Script(num_layers=2)).transformer.h) == 2

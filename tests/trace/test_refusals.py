@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.recipes import make_recipe
-from wazn.errors import InputError, Unsupported
+from wazn.errors import InputError, Unsupported, WaznError
 from wazn.trace.refusals import refusals
 from wazn.trace.step import rehearse
 from wazn.trace.world import World
@@ -77,6 +77,13 @@ def test_a_missing_implementation_that_names_no_operator() -> None:
     """It is what a model's code raised."""
     with pytest.raises(Unsupported, match="NotImplementedError: not yet"), refusals():
         _library("raise NotImplementedError('not yet')")
+
+
+def test_what_pytorch_raises_in_a_stand_in_of_ours() -> None:
+    """Heads that do not fit stop in attention, which is called from wazn's code: an answer, not a defect."""
+    config = {**_LLAMA, "model_type": "ernie4_5", "num_key_value_heads": 7, "head_dim": 16}
+    with pytest.raises(WaznError):
+        rehearse(config, make_recipe(micro_batch=1, seq_len=8))
 
 
 def test_errors_of_ours_pass() -> None:

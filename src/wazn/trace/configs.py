@@ -18,7 +18,6 @@ __all__ = [
     "cut_layers",
     "first_line",
     "read_hf_config",
-    "refuse_too_deep",
     "resolve_task",
     "task_of",
     "text_part",
@@ -56,6 +55,7 @@ def read_hf_config(mapping: Mapping[str, Any], *, code_folder: str | None = None
     model_type = wanted.pop("model_type", None)
     if not isinstance(model_type, str) or not model_type:
         raise InputError("config.json: `model_type` is missing", hint='for example "llama"')
+    _refuse_too_deep(wanted)
     if model_type not in transformers.CONFIG_MAPPING:
         if code_folder is not None:
             return _own_code(model_type, remote, code_folder)
@@ -68,6 +68,18 @@ def read_hf_config(mapping: Mapping[str, Any], *, code_folder: str | None = None
         ) from error
     _complete(config)
     return config
+
+
+def _refuse_too_deep(mapping: Mapping[str, Any], path: str = "") -> None:
+    """Raises: InputError for more layers than any model has; each would be listed and built, one by one."""
+    for name, value in mapping.items():
+        is_depth = name in (*_DEPTHS, "n_layer", "n_layers")
+        if isinstance(value, dict):
+            _refuse_too_deep(value, f"{path}{name}.")
+        elif is_depth and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(
+                f"config.json: `{path}{name}` must be at most {MOST_LAYERS}, found `{value}`"
+            )
 
 
 def _own_code(model_type: str, remote: Any, folder: str) -> Any:
@@ -159,7 +171,7 @@ def task_of(config: Any) -> Task:
     classification = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     image_text = getattr(auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", {})  # since 4.45
-    name, text = config.model_type, text_part(config).model_type
+    name, text = config.model_type, str(text_part(config).model_type)
     classes = getattr(config, "architectures", None)
     built = str(classes[0]) if isinstance(classes, list) and classes else ""
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
@@ -194,25 +206,12 @@ def cut_layers(config: Any, num_layers: int) -> None:
         _cut(part, num_layers)
 
 
-def _depths(config: Any) -> dict[str, int]:
-    """Return how many layers each stack has, by the name that the configuration's class has for it."""
+def _cut(config: Any, num_layers: int) -> None:
     names = getattr(type(config), "attribute_map", {})
     said = {name: getattr(config, name, None) for name in {names.get(n, n) for n in _DEPTHS}}
-    return {name: value for name, value in said.items() if isinstance(value, int)}
-
-
-def refuse_too_deep(config: Any) -> None:
-    """Raises: InputError for more layers than any model has; each would be built, one by one."""
-    for part in {id(part): part for part in (config, text_part(config))}.values():
-        for name, value in _depths(part).items():
-            if value > MOST_LAYERS:
-                raise InputError(
-                    f"config.json: `{name}` must be at most {MOST_LAYERS}, found `{value}`"
-                )
-
-
-def _cut(config: Any, num_layers: int) -> None:
-    depths = {name: value for name, value in _depths(config).items() if value > num_layers}
+    depths = {
+        name: value for name, value in said.items() if isinstance(value, int) and value > num_layers
+    }
     if not depths:
         return
     before = getattr(config, "num_hidden_layers", max(depths.values()))

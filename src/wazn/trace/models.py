@@ -14,7 +14,6 @@ from wazn.trace.configs import (
     cut_layers,
     first_line,
     read_hf_config,
-    refuse_too_deep,
     text_part,
     wanted_task,
 )
@@ -51,7 +50,6 @@ def build_model(config: Mapping[str, Any], recipe: Recipe, script: Script) -> An
     hf_config = _config_for(hf_config, task)
     if script.num_layers is not None:
         cut_layers(hf_config, script.num_layers)
-    refuse_too_deep(hf_config)
     for part in {id(part): part for part in (hf_config, text_part(hf_config))}.values():
         part.use_cache = script.use_cache
     dtype = getattr(torch, recipe.precision.weight_dtype.name)

@@ -86,6 +86,9 @@ def library_place(error: BaseException) -> str:
 
 
 def _raised_by_wazn(error: BaseException) -> bool:
+    """Say whether our own code stopped. A `RuntimeError` is PyTorch's, whose C++ has no frames."""
+    if isinstance(error, RuntimeError):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _is_within(frames[-1].filename, _WAZN)
 
