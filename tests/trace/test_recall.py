@@ -33,8 +33,19 @@ LLAMA: dict[str, Any] = {
 }
 GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 64, "sliding_window": 256}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "d_model": 128,
+    "d_ff": 256,
+    "num_layers": 3,
+    "num_heads": 4,
+    "d_kv": 32,
+    "vocab_size": 1000,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 3, "n_embd": 128, "n_head": 4}
-UNDER_AUTOCAST = {"precision": replace(BF16, autocast_dtype=BFLOAT16)}
+UNDER_AUTOCAST: dict[str, Any] = {"precision": replace(BF16, autocast_dtype=BFLOAT16)}
 
 RUNS: dict[str, tuple[dict[str, Any], Recipe, Script]] = {
     "llama, full": (LLAMA, make_recipe(), Script()),
@@ -62,6 +73,8 @@ RUNS: dict[str, tuple[dict[str, Any], Recipe, Script]] = {
     "gemma2, lora": (GEMMA, lora_recipe(checkpointing=Checkpointing.FULL), Script()),
     "mixtral, full": (MIXTRAL, make_recipe(optimizer=Optimizer.ADAFACTOR), Script()),
     "mixtral, lora": (MIXTRAL, lora_recipe(**UNDER_AUTOCAST), Script(capability=(7, 5))),
+    "llama, lora in DPO": (LLAMA, lora_recipe(), Script(loop=Loop.DPO)),
+    "t5 in Trainer": (T5, make_recipe(), Script(loop=Loop.TRAINER)),
     "gpt2, muon": (GPT2, make_recipe(optimizer=Optimizer.MUON), Script()),
 }
 
