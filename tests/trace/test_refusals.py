@@ -86,6 +86,13 @@ def test_what_pytorch_raises_in_a_stand_in_of_ours() -> None:
         rehearse(config, make_recipe(micro_batch=1, seq_len=8))
 
 
+def test_what_pytorch_refuses_of_a_call_that_is_handed_on() -> None:
+    """A number that no C++ integer holds: `OverflowError`, without a frame of PyTorch's."""
+    config = {**_LLAMA, "model_type": "granite", "residual_multiplier": -(10**20)}
+    with pytest.raises(Unsupported, match=r"OverflowError.*"):
+        rehearse(config, make_recipe(micro_batch=1, seq_len=8))
+
+
 def test_errors_of_ours_pass() -> None:
     """An answer stays as it is, and a defect of wazn's own code is no answer."""
     with pytest.raises(InputError, match="the question"), refusals():

@@ -86,11 +86,13 @@ def library_place(error: BaseException) -> str:
 
 
 def _raised_by_wazn(error: BaseException) -> bool:
-    """Say whether our own code stopped. A `RuntimeError` is PyTorch's, whose C++ has no frames."""
-    if isinstance(error, RuntimeError):
-        return False
+    """Say whether our own code stopped, rather than PyTorch's C++, which has no frames: a `RuntimeError` is always its,
+    and so is what comes of a line that hands a call on.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _is_within(frames[-1].filename, _WAZN)
+    if not frames or not _is_within(frames[-1].filename, _WAZN):
+        return False
+    return not isinstance(error, RuntimeError) and "func(" not in (frames[-1].line or "")
 
 
 def _is_within(filename: str, *folders: str) -> bool:
