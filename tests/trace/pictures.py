@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 __all__ = ["RECORD", "SIZES"]
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -60,6 +58,8 @@ _KEPT = ("image_grid_thw", "image_sizes", "aspect_ratio_ids", "aspect_ratio_mask
 
 def processed(model: str, height: int, width: int) -> dict[str, Any]:
     """Return the shape of an image's pixels and its small tensors, as the real processor makes them."""
+    import numpy as np
+
     path, settings, is_nested = PROCESSORS[model]
     folder, name = path.split(".")
     module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
