@@ -120,9 +120,11 @@ def test_words_that_are_as_long_as_the_stack_are_kept() -> None:
 
 
 def test_a_type_that_transformers_does_not_have_is_refused() -> None:
-    """With names that are alike, or with the way to run the checkpoint's own code."""
+    """With names that are alike, with the engine that counts it, or with the way to run the checkpoint's own code."""
     with pytest.raises(Unsupported, match=r"no model type `llamma`(?s:.*)`llama`"):
         read_hf_config({"model_type": "llamma"})
+    with pytest.raises(Unsupported, match="--engine simulate"):
+        read_hf_config({"model_type": "baichuan"})
     with pytest.raises(Unsupported, match="--trust-remote-code"):
         read_hf_config({"model_type": "baichuan", "auto_map": {"AutoConfig": "c.Config"}})
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from wazn.errors import InputError, Unsupported
 from wazn.facts.names import nearest_names
+from wazn.model.config import supported_families
 from wazn.model.fields import MOST_LAYERS
 from wazn.trace.script import Script, Task
 
@@ -118,6 +119,8 @@ def _unknown_type(model_type: str, *, has_code: bool) -> Unsupported:
             f"{message}; the checkpoint brings its own code, which is not run",
             hint="`--trust-remote-code` runs it, if MODEL is a local folder with the code in it",
         )
+    if model_type in supported_families():
+        return Unsupported(message, hint="`wazn estimate --engine simulate` counts it")
     known = nearest_names(model_type[:60], list(transformers.CONFIG_MAPPING), at_most=3)
     near = ", ".join(f"`{name}`" for name in known)
     return Unsupported(
