@@ -67,7 +67,7 @@ def test_a_shuffle_leaves_things_in_order() -> None:
 
 
 def test_large_masks_stay_without_data() -> None:
-    """A mask of 2,048 x 2,048 is more than a million elements: it has no value, and takes no room here."""
+    """A mask of 2,048 x 2,048 is more than four million elements: it has no value, and takes no room here."""
     with World():
         assert (
             "_wazn_value" not in torch.ones((2048, 2048), dtype=torch.bool, device=DEVICE).__dict__

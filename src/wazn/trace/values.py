@@ -5,7 +5,7 @@ have labels? What answers these questions is made of token lists and of factorie
 known: `KnownValues` computes every operation on known tensors a second time, with data. A question about a tensor
 whose value is not known (a loss, the choice of a router) goes on to the engine, which answers as in a healthy run.
 
-Followed are tensors of up to a million elements that come from known ones, and views of them. What stays fake costs
+Followed are tensors of up to four million elements that come from known ones, and views of them. What stays fake costs
 next to nothing.
 """
 
@@ -22,7 +22,7 @@ from wazn.trace.tracker import DEVICE, StorageTracker, tensors_in
 
 __all__ = ["KnownValues"]
 
-_LARGEST_ELEMENTS = 1 << 20  # a batch of 8 x 128k tokens; larger masks are not followed
+_LARGEST_ELEMENTS = 4_000_000  # a batch of 30 x 128k tokens; larger masks are not followed
 _VALUE = "_wazn_value"
 _ATEN = torch.ops.aten
 
