@@ -16,7 +16,7 @@ from wazn.errors import InputError, Unsupported
 from wazn.facts.models import resolve_model
 from wazn.recipe import Attention, Recipe
 from wazn.trace.models import build_model
-from wazn.trace.script import Script, Task
+from wazn.trace.script import Loop, Script, Task
 from wazn.trace.step import rehearse
 
 
@@ -121,3 +121,12 @@ def test_a_checkpoints_own_model_is_built_from_its_folder(tmp_path: Path) -> Non
     assert type(built).__name__ == "OwnForCausalLM"
     assert len(built.model.layers) == 2
     assert rehearse(mapping, make_recipe(seq_len=16), script).num_parameters > 0
+
+
+@pytest.mark.parametrize("loop", [Loop.PLAIN, Loop.TRAINER])
+def test_classifiers_that_look_for_the_end_of_a_text_find_it(loop: Loop) -> None:
+    """BART classifies by the state at its last `</s>`, and asks that every sample has as many."""
+    script = Script(task=Task.SEQUENCE_CLASSIFICATION, num_layers=1, num_steps=1, loop=loop)
+    config = resolve_model("facebook/bart-base").mapping
+    rehearsal = rehearse(config, make_recipe(seq_len=16), script)
+    assert any(event.shape == (2, 768) for event in rehearsal.events)

@@ -74,6 +74,14 @@ def task_of_model(model: Any) -> Task:
     return Task.IMAGE_TEXT if sees_images(base) else Task.CAUSAL_LM
 
 
+def last_token(model: Any) -> int:
+    """Return the token that a sample ends with: any, but for classifiers such as BART's, which look for the end."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if task_of_model(base) is Task.SEQUENCE_CLASSIFICATION and base.config.is_encoder_decoder:
+        return int(base.config.eos_token_id)
+    return TOKEN
+
+
 def lengths(recipe: Recipe, script: Script) -> list[int]:
     """Return the tokens of each sample of a micro-batch, before padding: the first is full, the others are shorter by
     `Script.padding`.
@@ -89,8 +97,8 @@ def lengths(recipe: Recipe, script: Script) -> list[int]:
 class Samples(torch.utils.data.Dataset[Sample]):
     """As many samples as the run needs, each micro-batch like the others."""
 
-    def __init__(self, recipe: Recipe, script: Script, task: Task) -> None:
-        self._samples = [_sample(task, length, script) for length in lengths(recipe, script)]
+    def __init__(self, recipe: Recipe, script: Script, task: Task, *, last: int = TOKEN) -> None:
+        self._samples = [_sample(task, length, script, last) for length in lengths(recipe, script)]
         self._length = recipe.micro_batch * recipe.grad_accum * script.num_steps
 
     def __len__(self) -> int:
@@ -106,8 +114,8 @@ class Samples(torch.utils.data.Dataset[Sample]):
         return (self[index] for index in range(self._length))
 
 
-def _sample(task: Task, length: int, script: Script) -> Sample:
-    tokens = [TOKEN] * length
+def _sample(task: Task, length: int, script: Script, last: int) -> Sample:
+    tokens = [TOKEN] * (length - 1) + [last]
     sample: Sample = {"input_ids": tokens, "attention_mask": [1] * length}
     if task is Task.SEQUENCE_CLASSIFICATION:
         return {**sample, "label": 0}

@@ -14,7 +14,7 @@ import torch
 
 from wazn.recipe import Recipe
 from wazn.timeline.events import Category, Phase
-from wazn.trace.batches import lengths
+from wazn.trace.batches import TOKEN, last_token, lengths
 from wazn.trace.images import image_batch, sees_images
 from wazn.trace.marks import base_of, name_states
 from wazn.trace.script import Script
@@ -105,6 +105,10 @@ class PlainLoop:
                 for length in lengths(recipe, self.script)
             ]
             batch["attention_mask"] = torch.tensor(rows).to(DEVICE)
+        last = last_token(base)
+        if last != TOKEN:
+            row = [TOKEN] * (recipe.seq_len - 1) + [last]
+            batch["input_ids"] = torch.tensor([row] * recipe.micro_batch).to(DEVICE)
         return batch
 
     def _takes_num_items(self) -> bool:

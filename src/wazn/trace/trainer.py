@@ -18,7 +18,7 @@ from typing import Any
 from wazn.dtypes import BFLOAT16, FLOAT16
 from wazn.errors import InputError, Unsupported
 from wazn.recipe import Checkpointing, Optimizer, Recipe
-from wazn.trace.batches import Samples, collator_of, task_of_model
+from wazn.trace.batches import Samples, collator_of, last_token, task_of_model
 from wazn.trace.checkpointing import checkpointing_options, keep_every
 from wazn.trace.optimizers import make_optimizer
 from wazn.trace.script import Script, Task
@@ -63,7 +63,7 @@ def train(tracker: StorageTracker, model: Any, recipe: Recipe, script: Script) -
         trainer = trainer_class(
             model=model,
             args=training_arguments(arguments_class, folder, recipe, script),
-            train_dataset=Samples(recipe, script, task),
+            train_dataset=Samples(recipe, script, task, last=last_token(model)),
             data_collator=collator_of(model, task, script),
             optimizers=optimizers_for(model, recipe, script, tracker),
         )
