@@ -153,7 +153,6 @@ def test_a_model_is_changed_back_when_the_world_ends() -> None:
         tokens = torch.empty((2, 256), dtype=torch.int64, device=DEVICE)
         first = len(world.tracker.events)
         model(input_ids=tokens, labels=tokens).loss.backward()
-        of_loss = {event.num_bytes for event in world.tracker.events if event.phase == "loss"}
         largest = max(event.num_bytes for event in world.tracker.events[first:])
     assert dict(vars(modeling_llama)) == before
     assert (
