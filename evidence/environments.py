@@ -23,10 +23,14 @@ _FILE = Path(__file__).with_name("environments.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Pinned versions, by package, for the rows of the `sources` (paths within their repository)."""
+    """Pinned versions, by package, for the rows of the `sources` (paths within their repository).
+
+    torch: of the runs; the rehearsal runs on the installed one, and imitates what is known to differ (`old_torch`).
+    """
 
     name: str
     sources: tuple[str, ...]
+    torch: str
     pins: Mapping[str, str]
 
 
@@ -35,7 +39,10 @@ def read_environments(file: Path = _FILE) -> dict[str, Environment]:
     tables = tomllib.loads(file.read_text(encoding="utf-8"))["environment"]
     return {
         table["name"]: Environment(
-            name=table["name"], sources=tuple(table["sources"]), pins=table["pins"]
+            name=table["name"],
+            sources=tuple(table["sources"]),
+            torch=table["torch"],
+            pins=table["pins"],
         )
         for table in tables
     }

@@ -9,10 +9,12 @@ import json
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from evidence.environments import read_environments
 from evidence.setups import Setup
 from wazn.estimation.assemble import fit_of, outside_of
 from wazn.estimation.options import Options, resolve
@@ -29,6 +31,7 @@ _ROOT = Path(__file__).parents[1]
 
 def run(setup: Setup) -> dict[str, Any]:
     """Rehearse; return peaks in bytes as PyTorch and nvidia-smi would show them, and what was used."""
+    from evidence.old_torch import OLD_TORCH, every_slice_is_a_view
     from evidence.plugins import adapt_with
     from wazn.trace.script import Loop, Script
     from wazn.trace.step import rehearse
@@ -47,7 +50,9 @@ def run(setup: Setup) -> dict[str, Any]:
         choices["loop"] = Loop(choices["loop"])
     script = Script(capability=gpu.cuda_capability or (8, 0), **choices)
     adapt = adapt_with(setup.plugins, group_size=group_size)
-    rehearsal = rehearse(config, recipe, script, adapt=adapt)
+    is_old = read_environments()[setup.environment].torch == OLD_TORCH
+    with every_slice_is_a_view() if is_old else nullcontext():
+        rehearsal = rehearse(config, recipe, script, adapt=adapt)
     outside = outside_of(gpu, rehearsal.managed_bytes)
     need, fit = fit_of(gpu, rehearsal.timeline(), outside)
     return {

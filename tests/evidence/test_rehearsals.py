@@ -175,7 +175,9 @@ def test_what_is_left_is_read_from_the_notes() -> None:
 
 def test_packages_that_are_there_are_not_fetched(tmp_path: Path) -> None:
     """A folder per package and version is enough; the interpreter gets them all, in the order of the pins."""
-    environment = Environment(name="two", sources=(), pins={"peft": "0.1", "trl": "0.2"})
+    environment = Environment(
+        name="two", sources=(), torch="2.4.1", pins={"peft": "0.1", "trl": "0.2"}
+    )
     folders = [tmp_path / "peft-0.1", tmp_path / "trl-0.2"]
     for folder in folders:
         folder.mkdir()
