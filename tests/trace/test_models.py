@@ -93,6 +93,13 @@ def test_a_language_model_inside_another_class() -> None:
         _build("Qwen/Qwen2-VL-2B-Instruct", task=Task.CAUSAL_LM)
 
 
+@pytest.mark.parametrize("task", [Task.IMAGE_TEXT, Task.SEQ2SEQ])
+def test_a_task_that_a_model_has_no_class_for(task: Task) -> None:
+    """Llama neither sees images nor has an encoder."""
+    with pytest.raises(Unsupported, match=f"no class of `llama` for `{task}`"):
+        _build("meta-llama/Llama-3.1-8B", task=task)
+
+
 _OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 

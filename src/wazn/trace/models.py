@@ -104,18 +104,31 @@ def _dtype_option() -> str:
     return "dtype" if version >= (4, 56) else "torch_dtype"
 
 
+# For each task but the first, where transformers has its classes by model type, in models/auto/modeling_auto.py.
+_CLASSES = {
+    Task.SEQUENCE_CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    Task.SEQ2SEQ: "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    Task.IMAGE_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+}
+
+
 def _config_for(hf_config: Any, task: Task) -> Any:
     """Return the part of the configuration that a task trains: without images the language model where it has a
     class of its own.
 
-    Raises: Unsupported where no language model can be had without the rest.
+    Raises: Unsupported where transformers has no class of this type for the task.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
+    brings_code = hasattr(hf_config, "auto_map")
+    if task is not Task.CAUSAL_LM:
+        if brings_code or hf_config.model_type in getattr(auto, _CLASSES[task], ()):
+            return hf_config
+        raise Unsupported(f"transformers has no class of `{hf_config.model_type}` for `{task}`")
     text = text_part(hf_config)
-    if task is not Task.CAUSAL_LM or text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return text if task is Task.CAUSAL_LM else hf_config
-    if hf_config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(hf_config, "auto_map"):
+    if text.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return text
+    if brings_code or hf_config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return hf_config
     raise Unsupported(
         f"transformers has no causal language model for `{hf_config.model_type}` alone",
