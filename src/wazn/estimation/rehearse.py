@@ -113,6 +113,8 @@ def rehearse_run(
         more = notes_on_verdict(answer.fit, outside)
     else:
         more = notes_on(spec, recipe, habits, gpu, answer.fit, outside, ())
+    if rehearsal.assumes_kernels:
+        more = (*more, Note(code="kernels-assumed", params={}))
     if run.grad_accum < recipe.grad_accum:
         params = {"run": run.grad_accum, "of": recipe.grad_accum}
         more = (*more, Note(code="micro-batches-alike", params=params))

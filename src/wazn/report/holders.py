@@ -75,6 +75,8 @@ def holder_lines(answer: Estimate, by: str, *, width: int) -> Iterator[str]:
 
 def _line(name: str, num_bytes: int, whole: int, width: int) -> str:
     share = format_ratio(num_bytes * 100, max(1, whole), digits=1)
-    size = f"  {format_size(num_bytes, unit='MiB' if num_bytes < GIB else 'GiB'):>11} {share:>5} %  "
+    size = (
+        f"  {format_size(num_bytes, unit='MiB' if num_bytes < GIB else 'GiB'):>11} {share:>5} %  "
+    )
     room = max(8, width - len(size))
     return size + (name if len(name) <= room else "…" + name[1 - room :])

@@ -60,6 +60,10 @@ NOTES = {
     "rehearsed-instead": (
         "The real library code was rehearsed, because the architecture is not counted: {reason}."
     ),
+    "kernels-assumed": (
+        "The packages with this model's kernels (mamba-ssm, causal-conv1d, flash-linear-attention, RWKV's) count as "
+        "installed; without them transformers' own code runs, which holds more and is slow."
+    ),
     "micro-batches-alike": (
         "{run} of the {of} micro-batches of a step were rehearsed: from the third on all do the same in the same "
         "memory, but for the token ids that wait."

@@ -17,7 +17,7 @@ from wazn.trace.delta_rule import chunk_gated_delta_rule
 from wazn.trace.imports import Patch, patched
 from wazn.trace.selective_scan import causal_conv1d_fn, mamba_inner_fn, selective_scan_fn
 
-__all__ = ["patches"]
+__all__ = ["are_in", "patches"]
 
 _SINCE_5_16 = {
     "causal_conv1d_fn": causal_conv1d_fn,
@@ -42,6 +42,12 @@ def patches() -> dict[str, Patch]:
         elif any(callable(sys.modules[name].__dict__.get(kernel)) for kernel in _SINCE_5_16):
             made[name] = _newer_kernels
     return made
+
+
+def are_in(model: Any) -> bool:
+    """Say whether a model has layers whose kernels are stood in for."""
+    modules = patches()
+    return any(type(module).__module__ in modules for module in model.modules())
 
 
 def _all_kernels(module: ModuleType) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ class Rehearsal:
     calls: the first event of each outermost call of a module, and the first after it.
     managed_bytes: what the optimizer keeps in managed memory, outside PyTorch's allocator.
     tensors: on what kind of fake tensors it ran.
+    assumes_kernels: whether packages of kernels counted as installed: see `fast_kernels`.
     Peaks are bytes as PyTorch counts them allocated, each block rounded to 512.
     """
 
@@ -35,6 +36,7 @@ class Rehearsal:
     num_trainable_parameters: int = 0
     managed_bytes: int = 0
     tensors: str = "cpu"
+    assumes_kernels: bool = False
 
     def peaks(self) -> dict[tuple[int, str], int]:
         """Return the peak by (step, phase), in order of appearance."""

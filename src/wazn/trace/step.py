@@ -13,6 +13,7 @@ from typing import Any
 from wazn.errors import Unsupported
 from wazn.recipe import Checkpointing, Loss, Recipe
 from wazn.timeline.events import Phase
+from wazn.trace import fast_kernels
 from wazn.trace.adapters import make_base, make_trainable
 from wazn.trace.batches import PAD, task_of_model
 from wazn.trace.card import Card
@@ -113,6 +114,7 @@ def _rehearse(
             head=head_of(model),
             calls=tuple(places.calls),
             managed_bytes=sum(tensor.nbytes for tensor in states if tracker.is_on_host(tensor)),
+            assumes_kernels=fast_kernels.are_in(model),
             num_parameters=num_parameters,
             num_trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
