@@ -91,7 +91,7 @@ def test_a_stack_that_quantises_the_experts() -> None:
 def test_what_int8_keeps_is_dropped_by_reentrant_checkpointing() -> None:
     """Reentrant checkpointing runs the layer without gradients first: what a function keeps on `ctx` is not kept."""
     found = _by_options(wazn.estimate("llama-3.1-8b", quantization="int8"))
-    assert found["checkpointing full-reentrant"].saved_bytes > 5 * 2**30
+    assert found["checkpointing full-reentrant"].saved_bytes > 4 * 2**30
 
 
 def test_one_micro_batch_lets_gradients_go() -> None:
