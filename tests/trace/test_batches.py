@@ -70,6 +70,12 @@ def test_packing_begins_positions_anew() -> None:
     assert "attention_mask" not in batch
 
 
+def test_classification_is_not_packed() -> None:
+    """A row of several texts would have one label."""
+    with pytest.raises(InputError, match="not packed"):
+        collator_of(None, Task.SEQUENCE_CLASSIFICATION, Script(packing=2))
+
+
 def test_nothing_is_lost_in_cutting() -> None:
     """7 tokens in 3 pieces are 2, 2 and 3 of them, in order."""
     pieces = cut({"input_ids": list(range(7))}, 3)

@@ -127,7 +127,7 @@ def _sample(task: Task, length: int, script: Script, last: int) -> Sample:
 def collator_of(model: Any, task: Task, script: Script) -> Callable[[list[Sample]], Sample] | None:
     """Return the collator of `transformers` that a script takes for such samples; None is Trainer's default.
 
-    Raises: Unsupported where the installed version has none.
+    Raises: Unsupported where the installed version has none; InputError for packed classification.
     """
     import transformers
 
@@ -136,6 +136,10 @@ def collator_of(model: Any, task: Task, script: Script) -> Callable[[list[Sample
             raise Unsupported("samples with images are neither packed nor padded in a rehearsal")
         return _WithImages(model, script)
     if script.packing is not None:
+        if task is Task.SEQUENCE_CLASSIFICATION:  # a label belongs to a whole row
+            raise InputError(
+                "classification is not packed: a row has one label", hint="leave `--packing` out"
+            )
         if not hasattr(transformers, "DataCollatorWithFlattening"):  # since 4.44
             raise Unsupported(
                 "packing needs `DataCollatorWithFlattening`, which this transformers does not have",
