@@ -109,6 +109,23 @@ WRONG = [
     (("--by", "layer"), "`--by`: unknown name `layer`"),
     (("--padding", "1.5"), "`--padding`"),
     (("--lang", "fa"), "`--lang fa`"),
+    (("--loop", "plain", "--optim", "sgd"), "`--optim` is of `--loop trainer` and"),
+    (("--optim", "sgd", "--optimizer", "adamw"), "`--optim` takes the place of `--optimizer`"),
+    (("--activation-offloading",), "`--activation-offloading` is of `--loop sft` and"),
+    (("--reference", "model"), "`--reference` is of `--loop dpo` and `--loop grpo`, found `--loop trainer`"),
+    (("--loop", "dpo", "--generations", "8"), "`--generations` is of `--loop grpo`"),
+    (("--loop", "sft", "--prompt-len", "8"), "`--prompt-len` is of `--loop dpo`"),
+    (("--loop", "grpo", "--padding", "0.5"), "`--padding` is of"),
+    (("--loop", "plain", "--packing", "2"), "`--packing` is of `--loop trainer` and `--loop sft`"),
+    (("--packing", "2", "--padding", "0.5"), "`--packing` leaves no padding"),
+    (("--image-size", "64x64"), "`--image-size` is of images, and there are none"),
+    (("--packing", "0"), "`--packing`: expected 1 or more, found `0`"),
+    (("--loop", "grpo", "--generations", "0"), "`--generations`: expected 1 or more"),
+    (("--target-len", "0"), "`--target-len`: expected 1 or more"),
+    (("--target-len", "8"), "`--target-len` is of an encoder-decoder, and this is a model for causal-lm"),
+    (("--images", "1"), "`llama` takes no images\nhint: leave `--images` out"),
+    (("--optim", "adamw_8bits"), "hint: did you mean `adamw_8bit`"),
+    (("--optim", "nosuch"), "`--optim`: `TrainingArguments` knows no `nosuch`"),
 ]  # fmt: skip
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from wazn.cluster import Cluster, Offload, Parallel
 from wazn.dtypes import FLOAT32
 from wazn.errors import InputError, Unsupported
 from wazn.recipe import Attention, Loss, Recipe
 
-__all__ = ["refuse_absurd", "refuse_flash_in_fp32", "refuse_unsupported"]
+if TYPE_CHECKING:
+    from wazn.trace.script import Script
+
+__all__ = ["refuse_absurd", "refuse_flash_in_fp32", "refuse_meaningless", "refuse_unsupported"]
 
 LARGEST_TENSOR_BYTES = 10**14  # no machine has it, and the sums beyond are nobody's question
 _FLOAT32_BYTES = 4
@@ -60,3 +66,52 @@ def refuse_flash_in_fp32(recipe: Recipe) -> None:
             "`--attention flash`: the flash-attn package takes fp16 and bf16 only, found fp32",
             hint="`--precision bf16-mixed`, or `--attention sdpa`",
         )
+
+
+def refuse_meaningless(script: Script, *, names_optimizer: bool) -> None:
+    """Raises: InputError for what was said of a training script and would change nothing.
+
+    names_optimizer: `--optimizer` was said as well.
+    """
+    for option, count in (
+        ("--packing", script.packing),
+        ("--generations", script.num_generations),
+        ("--target-len", script.target_len),
+        ("--prompt-len", script.prompt_len),
+    ):
+        if count is not None and count < 1:
+            raise InputError(f"`{option}`: expected 1 or more, found `{count}`")
+    if not 0.0 <= script.padding < 1.0:
+        raise InputError(
+            f"`--padding`: expected a number from 0 to below 1, found `{script.padding:g}`"
+        )
+    if script.optim is not None and names_optimizer:
+        raise InputError("`--optim` takes the place of `--optimizer`", hint="say one of them")
+    if script.image_size is not None and not script.num_images:
+        raise InputError("`--image-size` is of images, and there are none", hint="`--images 1`")
+    if script.packing is not None and script.padding:
+        raise InputError("`--packing` leaves no padding", hint="leave `--padding` out")
+    for option, loops in _said_of_a_loop(script):
+        if script.loop.value not in loops:
+            whose = " and ".join(f"`--loop {loop}`" for loop in loops)
+            raise InputError(
+                f"`{option}` is of {whose}, found `--loop {script.loop}`",
+                hint=f"leave `{option}` out",
+            )
+
+
+def _said_of_a_loop(script: Script) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What was said that only some loops look at, and which these are."""
+    of_trl = ("sft", "dpo", "reward", "grpo")
+    preference = ("dpo", "grpo")
+    for option, is_said, loops in (
+        ("--optim", script.optim is not None, ("trainer", *of_trl)),
+        ("--activation-offloading", script.activation_offloading, of_trl),
+        ("--packing", script.packing is not None, ("trainer", "sft")),
+        ("--padding", script.padding > 0, ("plain", "trainer", "sft", "dpo", "reward")),
+        ("--prompt-len", script.prompt_len is not None, preference),
+        ("--reference", script.reference.value != "default", preference),
+        ("--generations", script.num_generations is not None, ("grpo",)),
+    ):
+        if is_said:
+            yield option, loops

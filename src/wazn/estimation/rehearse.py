@@ -9,13 +9,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from wazn.cluster import Gpu
-from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
+from wazn.errors import InputError, MissingExtra, UnknownFact, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on, notes_on_verdict
 from wazn.estimation.options import Options, Resolved, resolve
-from wazn.estimation.refusals import refuse_absurd, refuse_flash_in_fp32, refuse_unsupported
+from wazn.estimation.refusals import (
+    refuse_absurd,
+    refuse_flash_in_fp32,
+    refuse_meaningless,
+    refuse_unsupported,
+)
 from wazn.facts.models import ModelSource, spec_of
+from wazn.facts.names import nearest_names
 from wazn.facts.notes import Note
 from wazn.facts.stacks import Habits, resolve_stack, stack_versions
 from wazn.model.fields import MOST_LAYERS, printable
@@ -82,7 +88,8 @@ def rehearse_run(
     recipe = replace(resolved.recipe, stack=f"hf@{libraries['transformers']}")
     resolved = Resolved(recipe=recipe, cluster=resolved.cluster, defaults=resolved.defaults)
     script = _script(script, recipe, gpu)
-    run = replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN))
+    refuse_meaningless(script, names_optimizer=options.optimizer is not None)
+    run = _cut(recipe, script)
     rehearsal = _rehearse(source.mapping, run, script, progress)
     outside = outside_of(gpu, rehearsal.managed_bytes)
     if script.reserved_bytes:
@@ -125,11 +132,14 @@ def _rehearse(
     config: Any, recipe: Recipe, script: Script, progress: Callable[[float], None] | None
 ) -> Rehearsal:
     try:
+        from wazn.trace.sandbox import sandbox
         from wazn.trace.step import rehearse
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "wazn":
             raise
         raise MissingExtra("a rehearsal", extra="trace") from error
+    with sandbox():
+        _refuse_for_library(config, script)
     try:
         return rehearse(config, recipe, script, progress=progress)
     except Unsupported as error:
@@ -140,6 +150,39 @@ def _rehearse(
                 hint=f"`--seq-len {positions}`",
             ) from error
         raise
+
+
+def _refuse_for_library(config: Mapping[str, Any], script: Script) -> None:
+    """Raises: InputError for what was said of the script and transformers does not know, or not of this model."""
+    if script.optim is not None:
+        from transformers.training_args import OptimizerNames
+
+        names = [name.value for name in OptimizerNames]
+        if script.optim not in names:
+            nearest = nearest_names(script.optim, names)
+            raise UnknownFact(
+                f"`--optim`: `TrainingArguments` knows no `{printable(script.optim)}`",
+                nearest=nearest,
+                hint=None if nearest else "for example `adamw_torch`",
+            )
+    if script.num_images:
+        from transformers.models.auto import modeling_auto
+
+        known = getattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", ())
+        model_type = str(config.get("model_type"))
+        if model_type not in known and "auto_map" not in config:
+            raise InputError(
+                f"`{printable(model_type)}` takes no images", hint="leave `--images` out"
+            )
+    if script.target_len is not None:
+        from wazn.trace.configs import resolve_task
+
+        task = resolve_task(config, script)
+        if task != "seq2seq":
+            raise InputError(
+                f"`--target-len` is of an encoder-decoder, and this is a model for {task}",
+                hint="leave `--target-len` out",
+            )
 
 
 def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
@@ -155,6 +198,15 @@ def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
         script = replace(script, loop=Loop.PLAIN)
     is_nvidia = gpu is not None and gpu.cuda_capability is not None
     return replace(script, gpu=gpu) if is_nvidia else script
+
+
+def _cut(recipe: Recipe, script: Script) -> Recipe:
+    """Leave as many micro-batches as differ. GRPO generates for all of a step at once and holds them: none is left out."""
+    from wazn.trace.script import Loop
+
+    if script.loop is Loop.GRPO:
+        return recipe
+    return replace(recipe, grad_accum=min(recipe.grad_accum, MICRO_BATCHES_RUN))
 
 
 def _kept_beside(num_bytes: int) -> OutsideLine:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -36,6 +37,7 @@ __all__ = ["train_with_trl"]
 
 _REFERENCE = "reference"  # goes before the names of a second model's modules
 _KL = 0.04  # GRPO's `beta` where there is a reference; any number but zero makes one
+_GENERATIONS = 8  # the default of `GRPOConfig`
 _UPGRADE = "`pip install -U trl`"
 
 _NAMES = {Loop.SFT: "SFT", Loop.DPO: "DPO", Loop.REWARD: "Reward", Loop.GRPO: "GRPO"}
@@ -257,6 +259,7 @@ def _grpo(run: _Run) -> Any:
         raise InputError(
             "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"
         )
+    _refuse_split_groups(run.recipe, run.script.num_generations)
     prompt = run.prompt_len()
     completion = run.recipe.seq_len - prompt
 
@@ -284,7 +287,7 @@ def _grpo(run: _Run) -> Any:
         base_of(run.model).generate = generate
     arguments = run.arguments(
         run.trl.GRPOConfig,
-        num_generations=run.script.num_generations,
+        num_generations=run.script.num_generations or _GENERATIONS,
         max_completion_length=completion,
         beta=_KL if run.script.reference is Reference.MODEL else 0.0,
     )
@@ -294,6 +297,25 @@ def _grpo(run: _Run) -> Any:
         raise Unsupported("a second model in GRPO needs a newer TRL", hint=_UPGRADE)
     with patched(module, {"create_model_from_path": second_model}):
         return run.trainer(cls, rows, args=arguments, **choices)
+
+
+def _refuse_split_groups(recipe: Recipe, num_generations: int) -> None:
+    """Raises: InputError where the completions of an optimizer step are not whole groups of a prompt's.
+
+    Source: `generation_batch_size` in trl/trainer/grpo_config.py.
+    """
+    completions = recipe.micro_batch * recipe.grad_accum
+    if completions % num_generations == 0:
+        return
+    samples, batches = (
+        num_generations // gcd(num_generations, number)
+        for number in (recipe.grad_accum, recipe.micro_batch)
+    )
+    raise InputError(
+        f"`GRPOConfig` refuses: {completions} completions in a step are no multiple of the {num_generations} "
+        "generations of a prompt",
+        hint=f"`--micro-batch {samples}`, or `--grad-accum {batches}`",
+    )
 
 
 _TRAINERS: dict[Loop, Callable[[_Run], Any]] = {

@@ -72,7 +72,7 @@ class Script:
     Of preference and of reinforcement training:
 
     prompt_len: tokens of the prompt, the rest of `seq_len` is the completion; None for half of them.
-    num_generations: completions for each prompt, in GRPO.
+    num_generations: completions for each prompt, in GRPO; None for 8, as TRL.
     reference: the model to compare with.
     reserved_bytes: what an inference engine beside the training keeps for itself.
     """
@@ -98,7 +98,7 @@ class Script:
     target_len: int | None = None
     activation_offloading: bool = False
     prompt_len: int | None = None
-    num_generations: int = 8
+    num_generations: int | None = None
     reference: Reference = Reference.DEFAULT
     reserved_bytes: int = 0
 
