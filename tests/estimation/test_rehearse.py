@@ -179,6 +179,17 @@ def test_many_micro_batches_are_cut_and_said(llama: str) -> None:
     assert codes["micro-batches-alike"] == {"run": 3, "of": 9}
 
 
+def test_generations_of_a_step_are_not_cut(llama: str) -> None:
+    """8 micro-batches of one completion are one group of 8, and their tokens lie on the card for the whole step."""
+    script = Script(loop=Loop.GRPO, num_generations=8)
+    options: dict[str, Any] = {"engine": "trace", "seq_len": 64, "script": script}
+    whole = wazn.estimate(llama, micro_batch=1, grad_accum=8, **options)
+    assert whole.batch.effective_batch == 8
+    assert "micro-batches-alike" not in {note.code for note in whole.notes}
+    with pytest.raises(InputError, match=r"--micro-batch 8`, or `--grad-accum 8"):
+        wazn.estimate(llama, micro_batch=1, **options)
+
+
 def test_what_an_inference_engine_keeps_stands_outside(llama: str) -> None:
     """It is no tensor of the training: the device's figure grows by it, the allocated peak does not."""
     script = Script(loop=Loop.PLAIN, reserved_bytes=3_000_000_000)

@@ -201,7 +201,7 @@ def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
 
 
 def _cut(recipe: Recipe, script: Script) -> Recipe:
-    """Leave as many micro-batches as differ. GRPO generates for all of a step at once and holds them: none is left out."""
+    """Leave as many micro-batches as differ; none is left out in GRPO, which holds the completions of a whole step."""
     from wazn.trace.script import Loop
 
     if script.loop is Loop.GRPO:

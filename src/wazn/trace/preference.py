@@ -259,7 +259,8 @@ def _grpo(run: _Run) -> Any:
         raise InputError(
             "GRPO has no precomputed reference", hint="leave `reference` out, or say `model`"
         )
-    _refuse_split_groups(run.recipe, run.script.num_generations)
+    num_generations = run.script.num_generations or _GENERATIONS
+    _refuse_split_groups(run.recipe, num_generations)
     prompt = run.prompt_len()
     completion = run.recipe.seq_len - prompt
 
@@ -287,7 +288,7 @@ def _grpo(run: _Run) -> Any:
         base_of(run.model).generate = generate
     arguments = run.arguments(
         run.trl.GRPOConfig,
-        num_generations=run.script.num_generations or _GENERATIONS,
+        num_generations=num_generations,
         max_completion_length=completion,
         beta=_KL if run.script.reference is Reference.MODEL else 0.0,
     )
