@@ -183,3 +183,18 @@ def test_own_code_runs_from_a_local_folder_only(tmp_path: Any) -> None:
     elsewhere = {**mapping, "auto_map": {"AutoConfig": "someone/own--configuration_own.OwnConfig"}}
     with pytest.raises(Unsupported, match="someone/own--"):
         read_hf_config(elsewhere, code_folder=str(tmp_path))
+
+
+def test_own_code_that_leaves_the_program_is_refused(tmp_path: Any) -> None:
+    """`SystemExit` is no `Exception`; the program goes on to say what happened."""
+    mapping = {"model_type": "leaves", "auto_map": {"AutoConfig": "configuration_leaves.Config"}}
+    (tmp_path / "configuration_leaves.py").write_text("raise SystemExit(7)")
+    (tmp_path / "config.json").write_text(json.dumps(mapping))
+    with pytest.raises(InputError, match="own code"):
+        read_hf_config(mapping, code_folder=str(tmp_path))
+
+
+def test_a_part_that_the_class_does_not_know_is_no_part() -> None:
+    """A Llama has no `text_config`: what a config.json says there stays a dictionary."""
+    config = read_hf_config({"model_type": "llama", "text_config": {"model_type": "llama"}})
+    assert text_part(config) is config

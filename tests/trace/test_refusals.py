@@ -73,6 +73,15 @@ def test_what_a_models_code_raises(refused_in_llama: Any) -> None:
     assert "RuntimeError: shape '[3, 5, 7]' is invalid for input of size 512" in error.message
 
 
+def test_a_models_code_that_leaves_the_program(refused_in_llama: Any) -> None:
+    """`SystemExit` is no `Exception`, and an answer is due."""
+
+    def leave(x: torch.Tensor) -> None:
+        raise SystemExit(7)
+
+    assert "SystemExit: 7" in refused_in_llama(leave).message
+
+
 def test_a_missing_implementation_that_names_no_operator() -> None:
     """It is what a model's code raised."""
     with pytest.raises(Unsupported, match="NotImplementedError: not yet"), refusals():

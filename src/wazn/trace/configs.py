@@ -104,7 +104,9 @@ def _own_code(model_type: str, remote: Any, folder: str) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-    except Exception as error:  # somebody's own code can raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's own code can raise anything, `SystemExit` too
         raise InputError(
             f"the configuration's own code in {folder} stopped: {first_line(error)}"
         ) from error
@@ -143,9 +145,10 @@ def text_part(config: Any) -> Any:
     if not hasattr(config, "get_text_config"):  # since transformers 4.45
         return config
     try:
-        return config.get_text_config()
+        part = config.get_text_config()
     except ValueError:  # both an encoder's and a decoder's
-        return config.get_text_config(decoder=True)
+        part = config.get_text_config(decoder=True)
+    return config if isinstance(part, dict) else part  # a name that the class does not know
 
 
 def resolve_task(mapping: Mapping[str, Any], script: Script) -> Task:

@@ -63,7 +63,11 @@ def build_model(config: Mapping[str, Any], recipe: Recipe, script: Script) -> An
                 **{_dtype_option(): dtype},
                 **options,
             )
-    except Exception as error:  # a library's reading of what somebody wrote can stop anywhere
+    except KeyboardInterrupt:
+        raise
+    except (
+        BaseException
+    ) as error:  # a library's reading of what somebody wrote can stop anywhere, as can own code
         raise InputError(
             f"transformers {transformers.__version__} cannot build `{hf_config.model_type}` from this "
             f"configuration: {type(error).__name__}: {first_line(error)}{library_place(error)}"

@@ -49,7 +49,7 @@ def refusals() -> Iterator[None]:
         if operator is None:
             raise _stopped(error) from error
         raise _without_kernel(operator[1], error) from error
-    except Exception as error:  # whatever a model's code raises
+    except (Exception, SystemExit) as error:  # whatever a model's code raises
         if _raised_by_wazn(error):
             raise
         raise _stopped(error) from error
@@ -65,7 +65,7 @@ def _without_kernel(operator: str, error: Exception) -> Unsupported:
     )
 
 
-def _stopped(error: Exception) -> Unsupported:
+def _stopped(error: BaseException) -> Unsupported:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f": {lines[-1][:200]}" if lines else ""
     return Unsupported(
