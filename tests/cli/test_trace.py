@@ -125,6 +125,9 @@ WRONG = [
     (("--target-len", "8"), "`--target-len` is of an encoder-decoder, and this is a model for causal-lm"),
     (("--images", "1"), "`llama` takes no images\nhint: leave `--images` out"),
     (("--optim", "adamw_8bits"), "hint: did you mean `adamw_8bit`"),
+    (("--modules-to-save", "lmhead"), "`--modules-to-save lmhead` matches no module\nhint: for example `lm_head`"),
+    (("--loop", "sft", "--modules-to-save", "none_here"), "`--modules-to-save none_here` matches no module"),
+    (("--targets", "all-linear,q_proj"), "`all-linear` stands alone"),
     (("--optim", "nosuch"), "`--optim`: `TrainingArguments` knows no `nosuch`"),
 ]  # fmt: skip
 

@@ -94,8 +94,8 @@ _SCRIPT = (
         "--reference",
         type=NameChoice(["default", "model", "precomputed"]),
         group="Rehearsal",
-        help="What DPO and GRPO compare with: TRL's choice, a second model (in GRPO the base without its adapters, if it"
-        " has any), or, in DPO, log-probabilities computed before.",
+        help="What DPO and GRPO compare with: TRL's choice, a second model (in GRPO the base without its adapters, if"
+        " it has any), or, in DPO, log-probabilities computed before.",
     ),
     option(
         "--reserved",

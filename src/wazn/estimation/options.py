@@ -291,6 +291,12 @@ class _Resolver:
         targets = _targets(self.take("targets", options.targets, wazn="all-linear"))
         if not targets:
             raise InputError("`--targets` names nothing", hint="`all-linear`, `attention` or names")
+        for word in ("all-linear", "attention"):
+            if word in targets and len(targets) > 1:
+                raise InputError(
+                    f"`--targets`: `{word}` stands alone, found {len(targets)} names",
+                    hint=f"`--targets {word}`, or names alone",
+                )
         dropout = float(self.take("lora-dropout", options.lora_dropout, wazn=0.0))
         if not 0.0 <= dropout < 1.0:
             raise InputError(

@@ -11,6 +11,8 @@ import torch
 
 from wazn.dtypes import FLOAT32
 from wazn.errors import InputError
+from wazn.facts.names import nearest_names
+from wazn.model.fields import printable
 from wazn.recipe import KbitPreparation, Quantization, QuantizationFormat, Recipe
 from wazn.trace.quantized import prepare_kbit, quantise_linears, quantise_linears_8bit
 
@@ -55,13 +57,14 @@ def _quantise(model: Any, quantization: Quantization) -> None:
 def lora_config(model: Any, recipe: Recipe) -> Any:
     """Return the recipe's adapters as `peft` takes them; None where there are none.
 
-    Raises: InputError for `attention` where no attention has linear layers.
+    Raises: InputError for `attention` where no attention has linear layers, and for modules to save that are not there.
     """
     from peft import LoraConfig
 
     adapter = recipe.adapter
     if adapter is None:
         return None
+    _refuse_missing(model, adapter.modules_to_save)
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=2 * adapter.rank,
@@ -71,6 +74,22 @@ def lora_config(model: Any, recipe: Recipe) -> Any:
         use_dora=adapter.dora,
         task_type=_task_type(model),
     )
+
+
+def _refuse_missing(model: Any, modules_to_save: Iterable[str]) -> None:
+    """Raises: InputError for a name with which no module's ends, as peft looks for it; it would ignore the name.
+
+    Source: `_set_trainable` in peft/utils/other.py.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted in modules_to_save:
+        if not any(name.endswith(wanted) for name in names):
+            last = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            near = nearest_names(wanted, last, at_most=3) or tuple(last)[-3:]
+            raise InputError(
+                f"`--modules-to-save {printable(wanted)}` matches no module",
+                hint="for example " + ", ".join(f"`{name}`" for name in near),
+            )
 
 
 def _task_type(model: Any) -> str:
