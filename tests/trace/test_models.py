@@ -45,6 +45,23 @@ def test_the_task_decides_the_class(model: str, task: Task | None, name: str) ->
     assert all(p.is_meta for p in built.parameters())
 
 
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("google/mt5-small", 300_176_768),
+        ("google/flan-t5-base", 247_577_856),
+        ("google/flan-t5-xl", 2_849_757_184),
+    ],
+)
+def test_a_checkpoint_with_two_matrices_is_not_tied(model: str, published: int) -> None:
+    """Their config.json unties them and the class of their configuration does not: with a head of its own the total is
+    the published one, that of the catalogue.
+    """
+    built = build_model(resolve_model(model).mapping, make_recipe(), Script())
+    assert sum(p.numel() for p in built.parameters()) == published
+    assert not any("lm_head" in name for name in built.all_tied_weights_keys)
+
+
 def test_routers_stay_in_fp32_where_the_class_says_so() -> None:
     """DeepSeek-V3 lists its router and the bias of its experts: `_keep_in_fp32_modules_strict` in
     modeling_deepseek_v3.py, which `from_pretrained` obeys in half precision.

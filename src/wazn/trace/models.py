@@ -72,8 +72,30 @@ def build_model(config: Mapping[str, Any], recipe: Recipe, script: Script) -> An
             f"transformers {transformers.__version__} cannot build `{hf_config.model_type}` from this "
             f"configuration: {type(error).__name__}: {first_line(error)}{library_place(error)}"
         ) from error
+    if config.get("tie_word_embeddings") is False:
+        _untie_forced(model)
     _keep_in_fp32(model, dtype)
     return model
+
+
+def _untie_forced(model: Any) -> None:
+    """Give an encoder-decoder a head of its own where its configuration's class ties what config.json unties.
+
+    T5 1.1, Flan-T5, mT5 and others of the kind say `tie_word_embeddings: false` and hold both matrices. Since 5.0
+    `T5Config` and its like set it to true all the same; `from_pretrained` then finds both with different values and
+    leaves them apart.
+
+    Source: `__post_init__` in transformers/models/t5/configuration_t5.py; `tie_weights` in
+    transformers/modeling_utils.py, "so we will NOT tie them".
+    """
+    head, config = model.get_output_embeddings(), model.config
+    if head is None or not (config.is_encoder_decoder and config.tie_word_embeddings):
+        return
+    tied = head.weight
+    head.weight = torch.nn.Parameter(torch.empty_like(tied))
+    keys = getattr(model, "all_tied_weights_keys", {})
+    for name in [name for name, module in model.named_modules() if module is head]:
+        keys.pop(f"{name}.weight", None)
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
