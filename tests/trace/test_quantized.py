@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from wazn.trace.opcheck import Spec, measure_op
 from wazn.trace.quantized import (
@@ -80,6 +80,21 @@ def test_the_head_and_the_embeddings_stay_as_they_are() -> None:
     quantise_linears(model, double_quant=True)
     assert len(quantised_linears(model)) == 7
     assert model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_what_is_kept_in_fp32_is_not_quantised() -> None:
+    """T5 lists `wo`, the second matrix of its feed-forward: `_keep_in_fp32_modules` in modeling_t5.py."""
+    config = T5Config(num_layers=1, vocab_size=1000)
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    quantise_linears(model, double_quant=False)
+    plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert plain == {
+        "encoder.block.0.layer.1.DenseReluDense.wo",
+        "decoder.block.0.layer.2.DenseReluDense.wo",
+        "lm_head",
+    }
+    assert len(quantised_linears(model)) == 4 + 1 + 8 + 1
 
 
 def test_double_quantisation_costs_an_eighth_of_a_bit() -> None:

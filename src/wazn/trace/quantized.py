@@ -108,8 +108,7 @@ def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:
 
     kept = _kept(model)
     for name, module in list(model.named_modules()):
-        is_kept = any(name == path or f"{path}." in name for path in kept)
-        if not is_kept and type(module) in (torch.nn.Linear, Conv1D):
+        if type(module) in (torch.nn.Linear, Conv1D) and _is_replaced(name, kept):
             first, second = module.weight.shape
             is_transposed = type(module) is Conv1D
             shape = (second, first) if is_transposed else (first, second)
@@ -117,13 +116,25 @@ def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int], bool]]:
 
 
 def _kept(model: Any) -> list[str]:
-    """Return the paths of the modules that transformers does not replace: the output head and the last one.
+    """Return what transformers does not replace: the output head, the last module, names of what is kept in fp32
+    (T5's `wo`).
 
-    Source: `get_keys_to_not_convert` in transformers/quantizers/base.py; it adds what is tied, which is the head again.
+    Source: `get_modules_to_not_convert` in transformers/quantizers/base.py; it adds what is tied, the head again.
     """
     head = model.get_output_embeddings()
     last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
-    return [last, *(name for name, module in model.named_modules() if module is head)]
+    in_fp32 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return [last, *(name for name, module in model.named_modules() if module is head), *in_fp32]
+
+
+def _is_replaced(name: str, kept: list[str]) -> bool:
+    """Ask transformers whether a module's path is none of those; before 5.0 `_replace_with_bnb_linear` said it."""
+    try:
+        from transformers.quantizers.quantizers_utils import should_convert_module
+    except ImportError:
+        is_kept = any(name == path or f"{path}." in name for path in kept)
+        return not is_kept and name.rpartition(".")[2] not in kept
+    return bool(should_convert_module(name, kept))
 
 
 def quantised_linears(model: Any) -> list[Any]:
