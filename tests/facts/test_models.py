@@ -197,6 +197,26 @@ def test_no_such_file(asked: str) -> None:
         resolve_model(asked)
 
 
+def test_a_path_that_is_there_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`a/b` is a folder without a config.json or a link to nothing, and could be an id: nothing is fetched."""
+
+    def fetch(asked: str) -> None:
+        raise AssertionError(asked)
+
+    monkeypatch.setattr("wazn.facts.hub.fetch_config", fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cfg" / "empty").mkdir(parents=True)
+    (tmp_path / "cfg" / "dangling").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"no config\.json in cfg/empty"):
+        resolve_model("cfg/empty")
+    with pytest.raises(InputError, match="cfg/dangling is a link to nothing"):
+        resolve_model("cfg/dangling")
+    with pytest.raises(AssertionError, match="cfg/absent"):
+        resolve_model("cfg/absent")
+
+
 def test_pipe(tmp_path: Path) -> None:
     """A named pipe, or the shell's `<(...)`, is there but is no file: it is not opened, which could wait for ever."""
     os.mkfifo(tmp_path / "config.json")

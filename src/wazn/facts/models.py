@@ -132,7 +132,10 @@ def resolve_model(text: str) -> ModelSource:
     model_id = _catalogue_id(asked)
     if model_id is not None:
         return _from_catalogue(asked, model_id)
-    if re.fullmatch(_HUB_ID, asked, re.ASCII) is not None and not asked.lower().endswith(".json"):
+    is_hub_id = re.fullmatch(_HUB_ID, asked, re.ASCII) is not None
+    if os.path.lexists(os.path.expanduser(asked)) and "/" in asked:
+        raise _no_config_at(asked)  # a path that is there is meant as one
+    if is_hub_id and not asked.lower().endswith(".json"):
         from wazn.facts.hub import fetch_config
 
         return fetch_config(asked)
@@ -175,6 +178,8 @@ def _no_config_at(asked: str) -> InputError:
         return InputError(
             f"no config.json in {asked}", hint="name a folder that holds the model's config.json"
         )
+    if os.path.islink(folder) and not os.path.exists(folder):
+        return InputError(f"{asked} is a link to nothing", hint="name what it should lead to")
     if os.path.exists(folder):
         return InputError(
             f"{asked} is not a regular file",
