@@ -15,7 +15,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from wazn.errors import Unsupported
-from wazn.trace import fast_kernels, liger
+from wazn.trace import fast_kernels, liger, peft_library
 from wazn.trace.bnb_library import without_library
 from wazn.trace.imports import Patch, patched, when_imported
 from wazn.trace.outliers import one_outlier_column
@@ -35,6 +35,7 @@ def libraries_on_cuda(tracker: StorageTracker) -> Iterator[None]:
         **dict.fromkeys(_FLEX, _without_flex),
         **liger.patches(tracker),
         **fast_kernels.patches(),
+        **peft_library.patches(),
     }
     executed_in: dict[str, Patch] = {"bitsandbytes": _without_card, **liger.EXECUTED_IN}
     with (

@@ -24,6 +24,7 @@ from wazn.trace.loop import PlainLoop
 from wazn.trace.marks import head_of, mark_loss, name_gradients, name_model
 from wazn.trace.models import build_model
 from wazn.trace.optimizers import make_optimizer
+from wazn.trace.peft_library import sees_quantised_layers
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
 from wazn.trace.refusals import refusals
@@ -74,7 +75,7 @@ def _rehearse(
         adapt = make_base  # TRL adds adapters itself
     if script.liger:
         require_liger()
-    with uncollected(), nothing_compiled(), flash_attn_stand_in():
+    with uncollected(), nothing_compiled(), flash_attn_stand_in(), sees_quantised_layers():
         model = build_model(config, recipe, script)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = adapt(model, recipe)
