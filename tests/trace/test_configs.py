@@ -198,3 +198,18 @@ def test_a_part_that_the_class_does_not_know_is_no_part() -> None:
     """A Llama has no `text_config`: what a config.json says there stays a dictionary."""
     config = read_hf_config({"model_type": "llama", "text_config": {"model_type": "llama"}})
     assert text_part(config) is config
+
+
+def test_own_code_goes_before_a_class_of_the_same_type(tmp_path: Any) -> None:
+    """Trusted code is run for a `llama` too, and not without the word: `has_remote_code and trust_remote_code` in
+    configuration_auto.py.
+    """
+    mapping = {"model_type": "llama", "auto_map": {"AutoConfig": "configuration_own_llama.Own"}}
+    (tmp_path / "configuration_own_llama.py").write_text(
+        "from transformers import LlamaConfig\n\nclass Own(LlamaConfig):\n    pass\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(mapping))
+    assert type(read_hf_config(mapping)).__name__ == "LlamaConfig"
+    assert type(read_hf_config(mapping, code_folder=str(tmp_path))).__name__ == "Own"
+    del mapping["auto_map"]
+    assert type(read_hf_config(mapping, code_folder=str(tmp_path))).__name__ == "LlamaConfig"

@@ -12,7 +12,7 @@ from typing import Any
 from wazn.errors import InputError, Unsupported
 from wazn.facts.names import nearest_names
 from wazn.model.config import supported_families
-from wazn.model.fields import MOST_LAYERS
+from wazn.model.fields import MOST_LAYERS, printable
 from wazn.trace.script import Script, Task
 
 __all__ = [
@@ -43,7 +43,8 @@ _MASKED = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 def read_hf_config(mapping: Mapping[str, Any], *, code_folder: str | None = None) -> Any:
     """Return the configuration object of `transformers` for a config.json (keys that begin with `_` are remarks).
 
-    code_folder: a local folder whose code is run for a model type that transformers does not have.
+    code_folder: a local folder whose code is run where `auto_map` names it, as `trust_remote_code` runs it for types
+        that transformers has itself, too.
 
     Raises: Unsupported for a model type that this transformers does not have; InputError for what it refuses.
     """
@@ -57,9 +58,10 @@ def read_hf_config(mapping: Mapping[str, Any], *, code_folder: str | None = None
     if not isinstance(model_type, str) or not model_type:
         raise InputError("config.json: `model_type` is missing", hint='for example "llama"')
     _refuse_too_deep(wanted)
-    if model_type not in transformers.CONFIG_MAPPING:
-        if code_folder is not None:
-            return _own_code(model_type, remote, code_folder)
+    is_known = model_type in transformers.CONFIG_MAPPING
+    if code_folder is not None and (remote or not is_known):  # `trust_remote_code` goes before
+        return _own_code(model_type, remote, code_folder, num_labels=wanted.get("num_labels"))
+    if not is_known:
         raise _unknown_type(model_type, has_code=bool(remote))
     try:
         config = transformers.AutoConfig.for_model(model_type, **wanted)
@@ -83,9 +85,12 @@ def _refuse_too_deep(mapping: Mapping[str, Any], path: str = "") -> None:
             )
 
 
-def _own_code(model_type: str, remote: Any, folder: str) -> Any:
-    """Read a configuration with the checkpoint's own code, which lies in `folder` and nowhere else."""
-    from transformers import AutoConfig
+def _own_code(model_type: str, remote: Any, folder: str, *, num_labels: Any) -> Any:
+    """Read a configuration with the checkpoint's own code, which lies in `folder` and nowhere else.
+
+    Source: `has_remote_code and trust_remote_code` in transformers/models/auto/configuration_auto.py.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if not Path(folder).is_dir():
         raise InputError(
@@ -100,22 +105,33 @@ def _own_code(model_type: str, remote: Any, folder: str) -> Any:
                 f"`auto_map` names `{elsewhere[0]}`"
                 if elsewhere
                 else "config.json has no `auto_map`"
-            )
+            ),
+            hint="without `--trust-remote-code` the class that transformers has is rehearsed"
+            if model_type in CONFIG_MAPPING
+            else None,
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder,
+            trust_remote_code=True,
+            local_files_only=True,
+            **({} if num_labels is None else {"num_labels": num_labels}),
+        )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # somebody's own code can raise anything, `SystemExit` too
         raise InputError(
             f"the configuration's own code in {folder} stopped: {first_line(error)}"
         ) from error
+    vars(config).pop("quantization_config", None)
+    _complete(config)
+    return config
 
 
 def _unknown_type(model_type: str, *, has_code: bool) -> Unsupported:
     import transformers
 
-    message = f"transformers {transformers.__version__} has no model type `{model_type[:60]}`"
+    message = f"transformers {transformers.__version__} has no model type `{printable(model_type)}`"
     if has_code:
         return Unsupported(
             f"{message}; the checkpoint brings its own code, which is not run",
