@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from wazn.model.fields import printable
 from wazn.recipe import KbitPreparation, Quantization, QuantizationFormat, Recipe
 from wazn.trace.quantized import prepare_kbit, quantise_linears, quantise_linears_8bit
 
-__all__ = ["lora_config", "make_base", "make_trainable"]
+__all__ = ["hint_on_targets", "lora_config", "make_base", "make_trainable"]
+
+_LONGEST_SENTENCE = 200  # characters
 
 
 def make_trainable(model: Any, recipe: Recipe) -> Any:
@@ -107,7 +110,10 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
         with torch.device("meta"):
             wrapped = get_peft_model(model, lora)
     except ValueError as error:  # it says which names it did not find
-        raise InputError(f"`--targets`: peft refuses: {_first_sentence(error)}") from None
+        raise InputError(
+            f"`--targets`: peft refuses: {_first_sentence(error)}",
+            hint=hint_on_targets(model, error),
+        ) from None
     wanted = recipe.precision.adapter_dtype
     if wanted is not FLOAT32:  # peft makes fp32 on a base in half precision
         for parameter in wrapped.parameters():
@@ -160,4 +166,23 @@ def _freeze(model: Any, trainable: Iterable[str], frozen: Iterable[str]) -> None
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    return shorten(str(error).partition("\n")[0], _LONGEST_SENTENCE, placeholder=" ...")
+
+
+def hint_on_targets(model: Any, error: Exception) -> str | None:
+    """Return targets that `peft` takes where it refuses some of a model's, as those of Mamba that its kernels read
+    past their module; None where it says something else.
+
+    Source: `_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py.
+    """
+    if "incompatible with" not in str(error):
+        return None
+    refused = re.findall(r"'(\w+)'", str(error))
+    head = model.get_output_embeddings()
+    left = dict.fromkeys(
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and ".lora_" not in name
+    )
+    names = [name for name in left if name not in refused]
+    return f"`--targets {','.join(names)}`" if names else None

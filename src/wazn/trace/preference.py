@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from wazn.errors import InputError, MissingExtra, Unsupported
 from wazn.recipe import Recipe
 from wazn.timeline.events import Category
-from wazn.trace.adapters import lora_config
+from wazn.trace.adapters import hint_on_targets, lora_config
 from wazn.trace.batches import TOKEN, WORD, lengths, task_of_model, tokenizer
 from wazn.trace.imports import patched
 from wazn.trace.marks import base_of, name_model, owner_of
@@ -160,7 +160,9 @@ class _Run:
                 **choices,
             )
         except ValueError as error:
-            raise InputError(f"trl's `{cls.__name__}` refuses: {error}") from error
+            raise InputError(
+                f"trl's `{cls.__name__}` refuses: {error}", hint=hint_on_targets(self.model, error)
+            ) from error
 
     def prompt_len(self) -> int:
         """Return the tokens of the prompt.
