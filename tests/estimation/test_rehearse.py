@@ -17,7 +17,7 @@ from wazn.estimation import rehearse as rehearsing
 from wazn.estimation.answer import Estimate
 from wazn.report.holders import holder_rows
 from wazn.report.json import to_json
-from wazn.trace.script import Loop, Script
+from wazn.trace.script import Loop, Script, Task
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -243,3 +243,77 @@ def test_an_unreadable_answer_of_both_engines_names_both(
     with pytest.raises(Unsupported, match=r"mamba(.|\n)*rehearsing it fails too: the op `x`"):
         wazn.estimate(folder(tmp_path, MAMBA))
     assert counting.ENGINES == ("auto", "simulate", "trace")
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 500}
+LEARNED: dict[str, dict[str, Any]] = {
+    "roberta": {"max_position_embeddings": 66, "intermediate_size": 64, **SMALL},  # from 2 on
+    "opt": {"max_position_embeddings": 64, "ffn_dim": 64, "word_embed_proj_dim": 64, **SMALL},
+    "gpt2": {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 500},
+    "gptj": {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16},
+    "rwkv": {"context_length": 64, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500},
+}
+
+
+@pytest.mark.parametrize("loop", [Loop.PLAIN, Loop.TRAINER])
+@pytest.mark.parametrize("model_type", list(LEARNED))
+def test_more_tokens_than_positions_are_refused(
+    tmp_path: Path, model_type: str, loop: Loop
+) -> None:
+    """A table of 64 usable rows takes 64 tokens and not 65, at which an index on a GPU would be out of bounds."""
+    path = folder(tmp_path, {"model_type": model_type, **LEARNED[model_type]})
+    script = Script(loop=loop)
+    wazn.estimate(path, engine="trace", method="full", seq_len=64, script=script)
+    with pytest.raises(InputError, match=r"hint: .*\b64\b"):
+        wazn.estimate(path, engine="trace", method="full", seq_len=65, script=script)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """BART's classifier looks for its end token, here 700 of a vocabulary of 500: a GPU would stop."""
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 500}
+    config = {"model_type": "bart", "eos_token_id": 700, **sizes}
+    script = Script(loop=Loop.TRAINER, task=Task.SEQUENCE_CLASSIFICATION)
+    with pytest.raises(InputError, match="index 700 is beyond a table of 500 rows"):
+        wazn.estimate(
+            folder(tmp_path, config), engine="trace", method="full", seq_len=32, script=script
+        )
+
+
+def test_labels_have_a_table_of_their_own(tmp_path: Path) -> None:
+    """The decoder of BART has as many positions as its encoder, and its tokens are the labels'."""
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 500}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = {"model_type": "bart", "max_position_embeddings": 64, **sizes, **heads}
+    script = Script(loop=Loop.TRAINER, target_len=65)
+    with pytest.raises(InputError, match=r"positions reach 66.*\n.*at most 64 tokens"):
+        wazn.estimate(
+            folder(tmp_path, config), engine="trace", method="full", seq_len=32, script=script
+        )
+
+
+@pytest.mark.parametrize("loop", [Loop.TRAINER, Loop.SFT])
+def test_targets_that_peft_takes_of_mamba_are_named(tmp_path: Path, loop: Loop) -> None:
+    """Its kernels read `out_proj` past the module, so peft refuses `all-linear`; what the hint says runs."""
+    path = folder(tmp_path, MAMBA)
+    script = Script(loop=loop)
+    with pytest.raises(InputError, match=r"'out_proj' is incompatible") as caught:
+        wazn.estimate(path, engine="trace", seq_len=32, script=script)
+    assert caught.value.hint == "`--targets in_proj,x_proj,dt_proj`"
+    answer = wazn.estimate(
+        path, engine="trace", seq_len=32, script=script, targets="in_proj,x_proj,dt_proj"
+    )
+    assert answer.model.num_trainable_parameters > 0
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_has_layers(tmp_path: Path, layers: int) -> None:
+    """None, or fewer, are said to be so before anything is built."""
+    path = folder(tmp_path, {**MAMBA, "num_hidden_layers": layers})
+    with pytest.raises(InputError, match=rf"`num_hidden_layers`: expected 1 .* found `{layers}`"):
+        wazn.estimate(path, engine="trace", seq_len=32)
+
+
+def test_a_line_break_in_a_name_is_not_printed(tmp_path: Path) -> None:
+    """A model type is foreign text."""
+    with pytest.raises(Unsupported, match=r"no model type `lla\\nma`"):
+        wazn.estimate(folder(tmp_path, {"model_type": "lla\nma"}), engine="trace")

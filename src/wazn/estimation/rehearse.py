@@ -49,6 +49,7 @@ OLDEST = {"torch": (2, 6), "transformers": (4, 40)}
 # From the third micro-batch of an optimizer step on, all do the same in the same memory.
 MICRO_BATCHES_RUN = 3
 LARGEST_BATCH = 1 << 24  # tokens
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _ANY_FAMILY = "llama"  # whose habits that matter here, those of the loop, are everybody's
 
 
@@ -140,6 +141,7 @@ def _rehearse(
         raise MissingExtra("a rehearsal", extra="trace") from error
     with sandbox():
         _refuse_for_library(config, script)
+        _refuse_long(config, recipe)
     try:
         return rehearse(config, recipe, script, progress=progress)
     except Unsupported as error:
@@ -183,6 +185,23 @@ def _refuse_for_library(config: Mapping[str, Any], script: Script) -> None:
                 f"`--target-len` is of an encoder-decoder, and this is a model for {task}",
                 hint="leave `--target-len` out",
             )
+
+
+def _refuse_long(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises: InputError for more tokens than a kernel is compiled for.
+
+    Source: `RwkvLinearAttention` in transformers/models/rwkv/modeling_rwkv.py; the others' code runs and says it.
+    """
+    if config.get("model_type") != "rwkv":
+        return
+    from transformers import RwkvConfig
+
+    length = config.get("context_length", RwkvConfig().context_length)
+    if isinstance(length, int) and recipe.seq_len > length:
+        raise InputError(
+            f"`--seq-len {recipe.seq_len}`: the kernel of `rwkv` is made for {length:,} tokens (`context_length`)",
+            hint=f"`--seq-len {length}`",
+        )
 
 
 def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:
@@ -239,10 +258,12 @@ def _refuse_absurd(recipe: Recipe, source: ModelSource, spec: ModelSpec | None) 
 
 
 def _refuse_deep(config: Mapping[str, Any]) -> None:
-    """Raises: InputError for more layers than any model has: each is built, one by one."""
+    """Raises: InputError for no layers, and for more than any model has: each is built, one by one."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _refuse_deep(value)
+        elif key in _DEPTHS and isinstance(value, int) and value < 1:
+            raise InputError(f"`{printable(key)}`: expected 1 or more layers, found `{value}`")
         elif re.search("(layers?|depth)$", key) and isinstance(value, int) and value > MOST_LAYERS:
             raise InputError(f"`{printable(key)}`: at most {MOST_LAYERS:,}, found `{value}`")
 

@@ -95,8 +95,10 @@ class PlainLoop:
             shapes["labels"] = shape[:1]
         elif base.config.is_encoder_decoder and self.script.target_len is not None:
             shapes["labels"] = (recipe.micro_batch, self.script.target_len)
+        # as a collator has them, so that positions that come of ids and mask are known
+        values = {"input_ids": TOKEN, "attention_mask": 1, "labels": 0}
         batch = {
-            name: torch.empty(shape, dtype=torch.int64, device=DEVICE)
+            name: torch.full(shape, values[name], dtype=torch.int64, device=DEVICE)
             for name, shape in shapes.items()
         }
         if self.script.attention_mask and self.script.padding:

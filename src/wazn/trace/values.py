@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from wazn.errors import InputError
 from wazn.trace.assumed import ASSUMED
 from wazn.trace.tracker import DEVICE, StorageTracker, tensors_in
 
 __all__ = ["KnownValues"]
 
 _LARGEST_ELEMENTS = 4_000_000  # a batch of 30 x 128k tokens; larger masks are not followed
+_LARGEST_OFFSET = 8  # of the first position: RoBERTa's, BART's and OPT's is 2
 _VALUE = "_wazn_value"
 _ATEN = torch.ops.aten
 
@@ -46,6 +48,15 @@ _SHAPED_BY_VALUES = {
     _ATEN.bincount.default,
 }
 _ANSWERS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
+# The axes of the first argument that are looked up, each with its indices.
+_LOOK_UP: dict[Any, Callable[[tuple[Any, ...]], list[tuple[int, Any]]]] = {
+    _ATEN.embedding.default: lambda args: [(0, args[1])],
+    _ATEN.index_select.default: lambda args: [(args[1], args[2])],
+    _ATEN.gather.default: lambda args: [(args[1], args[2])],
+    _ATEN.index.Tensor: lambda args: [
+        (dim, indices) for dim, indices in enumerate(args[1]) if indices is not None
+    ],
+}
 _TAKE_MASKS = {
     _ATEN.index.Tensor,
     _ATEN.index_put.default,
@@ -90,6 +101,9 @@ class KnownValues:
         if type(first) is list and first:
             first = first[0]
         if not isinstance(first, torch.Tensor) or self._value(first) is None:
+            if func in _LOOK_UP:
+                for dim, indices in _LOOK_UP[func](args):
+                    self._refuse_beyond(first, dim, indices)
             result = self._run(tracker, func, args, kwargs)
             if func in ASSUMED and args[0].dtype.is_floating_point:
                 self._assume(func, args, result)
@@ -114,6 +128,27 @@ class KnownValues:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             self._note(func, values, options, result)
         return result
+
+    def _refuse_beyond(self, table: torch.Tensor, dim: int, indices: torch.Tensor) -> None:
+        """Raises: InputError where a known index is beyond a table, such as that of learned positions."""
+        known = self._value(indices)
+        if known is None or not known.numel():
+            return
+        with torch._C._DisableTorchDispatch():
+            last = int(known.max())
+        rows = table.shape[dim]
+        if last >= rows:
+            length = known.shape[-1] if known.dim() else 1
+            if last > length + _LARGEST_OFFSET:
+                raise InputError(
+                    f"index {last:,} is beyond a table of {rows:,} rows",
+                    hint="is a token of the configuration, such as `image_token_id`, beyond its `vocab_size`?",
+                )
+            fits = max(1, length - (last - rows + 1))
+            raise InputError(
+                f"a sample is too long: its positions reach {last:,}, and the model's table has {rows:,} rows",
+                hint=f"at most {fits:,} tokens (`--seq-len`; `--target-len` for labels)",
+            )
 
     def _assume(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Give results the values that a healthy run gives them."""
