@@ -170,9 +170,9 @@ def _refuse_for_library(config: Mapping[str, Any], script: Script) -> None:
     if script.num_images:
         from transformers.models.auto import modeling_auto
 
-        known = getattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", ())
+        known = getattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", None)
         model_type = str(config.get("model_type"))
-        if model_type not in known and "auto_map" not in config:
+        if known is not None and model_type not in known and "auto_map" not in config:
             raise InputError(
                 f"`{printable(model_type)}` takes no images", hint="leave `--images` out"
             )
