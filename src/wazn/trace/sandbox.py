@@ -8,20 +8,23 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from wazn.errors import Unsupported
+from wazn.trace.imports import patched
 
 __all__ = ["sandbox"]
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "DISABLE_TELEMETRY")
+_RESOLVE = ("getaddrinfo", "gethostbyaddr", "gethostbyname", "gethostbyname_ex", "getnameinfo")
+_SEND = ("connect", "connect_ex", "sendto", "sendmsg")
 
 
 @contextmanager
 def sandbox() -> Iterator[None]:
-    """Refuse connections, swallow what is printed and logged, while the context lasts."""
+    """Refuse connections and the resolution of names, swallow what is printed and logged, while the context lasts."""
     with ExitStack() as stack:
         stack.enter_context(_offline())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -36,23 +39,45 @@ def _offline() -> Iterator[None]:
     """Say so where libraries ask for it when they are imported, and hold the door for those that do not."""
     before = {name: os.environ.get(name) for name in _OFFLINE}
     os.environ.update(dict.fromkeys(_OFFLINE, "1"))
-    connect = socket.socket.connect
-
-    def refuse(self: socket.socket, address: Any) -> None:
-        if self.family in (socket.AF_INET, socket.AF_INET6):
-            raise Unsupported("a rehearsal never touches the network, and something tried to")
-        connect(self, address)
-
-    socket.socket.connect = refuse  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with (
+            patched(socket, dict.fromkeys(_RESOLVE, _refuse)),
+            _methods_on_this_machine(),
+        ):
+            yield
     finally:
-        socket.socket.connect = connect  # type: ignore[method-assign]
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise Unsupported("a rehearsal never touches the network, and something tried to")
+
+
+def _on_this_machine(name: str) -> Callable[..., Any]:
+    """Return a method of sockets that refuses those of the internet; processes may talk to each other."""
+    method = getattr(socket.socket, name)
+
+    def call(self: socket.socket, *args: Any) -> Any:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            _refuse()
+        return method(self, *args)
+
+    return call
+
+
+@contextmanager
+def _methods_on_this_machine() -> Iterator[None]:
+    for name in _SEND:  # they are inherited from a class in C
+        setattr(socket.socket, name, _on_this_machine(name))
+    try:
+        yield
+    finally:
+        for name in _SEND:
+            delattr(socket.socket, name)
 
 
 @contextmanager
