@@ -93,9 +93,9 @@ def refuse_meaningless(script: Script, *, names_optimizer: bool) -> None:
         raise InputError("`--packing` leaves no padding", hint="leave `--padding` out")
     for option, loops in _said_of_a_loop(script):
         if script.loop.value not in loops:
-            whose = " and ".join(f"`--loop {loop}`" for loop in loops)
+            whose = " and ".join(filter(None, (", ".join(loops[:-1]), loops[-1])))
             raise InputError(
-                f"`{option}` is of {whose}, found `--loop {script.loop}`",
+                f"`{option}` is of `--loop` {whose}, found `--loop {script.loop}`",
                 hint=f"leave `{option}` out",
             )
 
