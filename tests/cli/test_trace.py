@@ -109,7 +109,7 @@ WRONG = [
     (("--by", "layer"), "`--by`: unknown name `layer`"),
     (("--padding", "1.5"), "`--padding`"),
     (("--lang", "fa"), "`--lang fa`"),
-    (("--loop", "plain", "--optim", "sgd"), "`--optim` is of `--loop` trainer, sft, dpo, reward and grpo, found `--loop plain`"),
+    (("--loop", "plain", "--optim", "sgd"), "`--optim` is of `--loop` trainer, sft, dpo, reward and grpo, found"),
     (("--optim", "sgd", "--optimizer", "adamw"), "`--optim` takes the place of `--optimizer`"),
     (("--activation-offloading",), "`--activation-offloading` is of `--loop` sft, dpo, reward and grpo"),
     (("--reference", "model"), "`--reference` is of `--loop` dpo and grpo, found `--loop trainer`"),
