@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["LAYER", "PASS", "Category", "Event", "Origin", "Part", "Phase", "Segment", "Tag", "Timeline"]
+__all__ = [
+    "LAYER",
+    "PASS",
+    "Category",
+    "Event",
+    "Origin",
+    "Part",
+    "Phase",
+    "Segment",
+    "Tag",
+    "Timeline",
+]
 
 LAYER = 1 << 20
 PASS = 1 << 40

@@ -135,7 +135,9 @@ def _answer(tracker: StorageTracker, tensor: torch.Tensor) -> bool | int | float
     packed sequences.
     """
     if tensor.dtype is torch.bool:
-        return tracker.maker(tensor).startswith(("aten.all.", "aten._is_all_true.", "aten.eq.Scalar"))
+        return tracker.maker(tensor).startswith(
+            ("aten.all.", "aten._is_all_true.", "aten.eq.Scalar")
+        )
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 

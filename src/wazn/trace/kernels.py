@@ -53,7 +53,9 @@ def workspace_of(
         argument.name: value
         for argument, value in zip(operator._schema.arguments, args, strict=False)
     }
-    with torch._C._DisableTorchDispatch():  # rules look at sizes and at views, which nobody need see
+    with (
+        torch._C._DisableTorchDispatch()
+    ):  # rules look at sizes and at views, which nobody need see
         return rule({**named, **kwargs}, capability)
 
 

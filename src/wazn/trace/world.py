@@ -99,6 +99,8 @@ class World:
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
-    if tensor.is_contiguous():  # nearly always, and sizes are remembered faster than tensors on `meta`
+    if (
+        tensor.is_contiguous()
+    ):  # nearly always, and sizes are remembered faster than tensors on `meta`
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
     return torch.empty_like(tensor, device=DEVICE)
