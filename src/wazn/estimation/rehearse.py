@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from wazn.cluster import Gpu
-from wazn.errors import InputError, MissingExtra, UnknownFact, Unsupported, WaznError
+from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
 from wazn.estimation.notes import notes_on, notes_on_verdict
@@ -21,7 +21,6 @@ from wazn.estimation.refusals import (
     refuse_unsupported,
 )
 from wazn.facts.models import ModelSource, spec_of
-from wazn.facts.names import nearest_names
 from wazn.facts.notes import Note
 from wazn.facts.stacks import Habits, resolve_stack, stack_versions
 from wazn.model.fields import MOST_LAYERS, printable
@@ -133,15 +132,11 @@ def _rehearse(
     config: Any, recipe: Recipe, script: Script, progress: Callable[[float], None] | None
 ) -> Rehearsal:
     try:
-        from wazn.trace.sandbox import sandbox
         from wazn.trace.step import rehearse
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "wazn":
             raise
         raise MissingExtra("a rehearsal", extra="trace") from error
-    with sandbox():
-        _refuse_for_library(config, script)
-        _refuse_long(config, recipe)
     try:
         return rehearse(config, recipe, script, progress=progress)
     except Unsupported as error:
@@ -152,56 +147,6 @@ def _rehearse(
                 hint=f"`--seq-len {positions}`",
             ) from error
         raise
-
-
-def _refuse_for_library(config: Mapping[str, Any], script: Script) -> None:
-    """Raises: InputError for what was said of the script and transformers does not know, or not of this model."""
-    if script.optim is not None:
-        from transformers.training_args import OptimizerNames
-
-        names = [name.value for name in OptimizerNames]
-        if script.optim not in names:
-            nearest = nearest_names(script.optim, names)
-            raise UnknownFact(
-                f"`--optim`: `TrainingArguments` knows no `{printable(script.optim)}`",
-                nearest=nearest,
-                hint=None if nearest else "for example `adamw_torch`",
-            )
-    if script.num_images:
-        from transformers.models.auto import modeling_auto
-
-        known = getattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", None)
-        model_type = str(config.get("model_type"))
-        if known is not None and model_type not in known and "auto_map" not in config:
-            raise InputError(
-                f"`{printable(model_type)}` takes no images", hint="leave `--images` out"
-            )
-    if script.target_len is not None:
-        from wazn.trace.configs import resolve_task
-
-        task = resolve_task(config, script)
-        if task != "seq2seq":
-            raise InputError(
-                f"`--target-len` is of an encoder-decoder, and this is a model for {task}",
-                hint="leave `--target-len` out",
-            )
-
-
-def _refuse_long(config: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises: InputError for more tokens than a kernel is compiled for.
-
-    Source: `RwkvLinearAttention` in transformers/models/rwkv/modeling_rwkv.py; the others' code runs and says it.
-    """
-    if config.get("model_type") != "rwkv":
-        return
-    from transformers import RwkvConfig
-
-    length = config.get("context_length", RwkvConfig().context_length)
-    if isinstance(length, int) and recipe.seq_len > length:
-        raise InputError(
-            f"`--seq-len {recipe.seq_len}`: the kernel of `rwkv` is made for {length:,} tokens (`context_length`)",
-            hint=f"`--seq-len {length}`",
-        )
 
 
 def _script(script: Script | None, recipe: Recipe, gpu: Gpu | None) -> Script:

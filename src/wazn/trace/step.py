@@ -27,6 +27,7 @@ from wazn.trace.optimizers import make_optimizer
 from wazn.trace.peft_library import sees_quantised_layers
 from wazn.trace.places import Places
 from wazn.trace.quantized import give_quant_states
+from wazn.trace.questions import refuse_for_library
 from wazn.trace.refusals import refusals
 from wazn.trace.rehearsal import Rehearsal
 from wazn.trace.sandbox import sandbox
@@ -58,6 +59,7 @@ def rehearse(
     """
     _refuse(recipe)
     with sandbox(), refusals():
+        refuse_for_library(config, recipe, script)
         return _rehearse(config, recipe, script, adapt, progress)
 
 
