@@ -234,11 +234,11 @@ def test_any_optimizer_of_training_arguments(optim: str, states: int, full: Rehe
 
 @pytest.mark.parametrize(
     ("optim", "words"),
-    [("lomo", "lomo"), ("adam", "is not a valid OptimizerNames")],
+    [("lomo", "lomo"), ("adam", "knows no `adam`")],
     ids=["package that is not there", "name that is not there"],
 )
 def test_an_optimizer_that_cannot_be_made(optim: str, words: str) -> None:
-    """What transformers says about a name or a missing package is the answer."""
+    """A missing package is named, and a name that TrainingArguments does not know comes with the nearest."""
     with pytest.raises(InputError, match=words):
         rehearse(TINY, make_recipe(), replace(TRAINER, optim=optim))
 
