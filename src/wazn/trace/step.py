@@ -88,7 +88,7 @@ def _rehearse(
     card = Card.of_capability(script.capability) if script.gpu is None else Card.of_gpu(script.gpu)
     world = World(card=card, matmul_workspaces=script.matmul_workspaces)
     events = world.tracker.events
-    places = world.tracker.places = Places(clock=lambda: len(events))
+    places = Places(clock=lambda: len(events))
     places.of_model(model)
     if progress is not None:
         places.on_call = _progress_of(places, recipe, script, progress)
@@ -98,6 +98,7 @@ def _rehearse(
         world.materialise(model)
         quantised = recipe.quantization is not None
         name_model(tracker, model, give_quant_states(model) if quantised else [])
+        tracker.places = places  # the line that loads weights is whoever called
         mark_loss(tracker, model)
         if script.loop is Loop.PLAIN:
             if script.liger:
