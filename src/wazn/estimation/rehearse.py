@@ -12,6 +12,7 @@ from wazn.cluster import Gpu
 from wazn.errors import InputError, MissingExtra, Unsupported, WaznError
 from wazn.estimation.answer import Estimate, ModelFacts, OutsideLine, Rehearsed
 from wazn.estimation.assemble import assemble, outside_of
+from wazn.estimation.estimate import MICRO_BATCHES_RUN
 from wazn.estimation.notes import notes_on, notes_on_verdict
 from wazn.estimation.options import Options, Resolved, resolve
 from wazn.estimation.refusals import (
@@ -45,8 +46,6 @@ LIBRARIES = (
 )
 # What `pyproject.toml` asks for under `trace`.
 OLDEST = {"torch": (2, 6), "transformers": (4, 40)}
-# From the third micro-batch of an optimizer step on, all do the same in the same memory.
-MICRO_BATCHES_RUN = 3
 LARGEST_BATCH = 1 << 24  # tokens
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _ANY_FAMILY = "llama"  # whose habits that matter here, those of the loop, are everybody's
